@@ -1,0 +1,42 @@
+# Every target can be run at once from a fresh clone: what it needs is set up first.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+# An interpreter to build .venv with. scripts/setup.py says what is wrong if it is not 3.11.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+EXTRA ?= cpu
+MODEL := smollm2-135m-instruct
+BIN := .venv/bin
+
+.PHONY: setup demo test check bench lmcache clean help
+
+setup: ## build .venv: vLLM, Ray and the tools (about 3 GB; EXTRA=cuda for NVIDIA GPUs)
+	@[ -n "$(PYTHON)" ] || { echo "setup: no Python found; install Python 3.11 with its venv module" >&2; exit 1; }
+	@EXTRA=$(EXTRA) $(PYTHON) scripts/setup.py
+
+demo: setup ## serve a round of agents with a real model and show what is shared
+	@$(BIN)/td-serve model fetch $(MODEL)
+	@$(BIN)/python examples/demo.py
+
+test: setup ## run the tests; choose some with: make test TESTS="tests/models -k fetch"
+	@$(BIN)/td-serve model fetch $(MODEL)
+	@$(BIN)/python -m pytest $(or $(TESTS),tests)
+
+check: setup ## lint, format, import layers, types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+	@$(BIN)/mypy
+
+bench: setup ## measure the server on this machine; writes bench.json
+	@$(BIN)/td-serve model fetch $(MODEL)
+	@$(BIN)/td-serve bench serve --json bench.json
+
+lmcache: setup ## add LMCache's storage backends (CPU: without the dependencies that would downgrade ours)
+	@$(BIN)/python -m pip install --quiet --no-deps --constraint constraints-cpu.txt lmcache==0.5.6 sortedcontainers aiofile caio
+
+clean: ## stop what this checkout left running; remove .venv and caches
+	@python3 scripts/clean.py
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -1,0 +1,1 @@
+"""td_serve: a Ray Serve deployment on vLLM that serves rounds of many agents."""

@@ -1,0 +1,272 @@
+"""Gathering agents into rounds. Pure: no I/O, no clock of its own, times in seconds.
+
+A session holds its rounds by number. A round opens with its first member, and closes when all
+`n_agents` have joined or its deadline has passed; then it is planned and dispatched as one unit:
+
+    open ──(full | deadline)──► closed ──(every member done or failed)──► finished
+
+Who comes after that is late and is served alone. An agent may be in a round once; if its request
+failed or was cancelled, it may come again, alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from td_serve.errors import BadRequest, RoundConflict
+from td_serve.types import (
+    AgentId,
+    AgentOutput,
+    GenerateRequest,
+    MemberPlan,
+    Membership,
+    Mode,
+    Placement,
+    RequestId,
+    RoundPlan,
+    RoundRecord,
+    SessionId,
+)
+
+
+class MemberState(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass
+class Member:
+    """An agent in a round, its request, and what has become of it."""
+
+    agent: AgentId
+    request: GenerateRequest
+    position: int | None = None
+    state: MemberState = MemberState.WAITING
+    output: AgentOutput | None = None
+
+
+@dataclass
+class Round:
+    """One round of a session. `expected` is None where the number of agents is not known."""
+
+    sim: SessionId
+    number: int
+    expected: int | None
+    opened_at: float
+    deadline_at: float
+    implicit: bool = False
+    closed: bool = False
+    members: dict[AgentId, Member] = field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        return self.expected is not None and len(self.members) >= self.expected
+
+    @property
+    def is_finished(self) -> bool:
+        """Closed, and no member is waiting or running."""
+        return self.closed and not self.pending
+
+    @property
+    def pending(self) -> list[AgentId]:
+        """Members that are waiting or running."""
+        return [
+            member.agent
+            for member in self.members.values()
+            if member.state in (MemberState.WAITING, MemberState.RUNNING)
+        ]
+
+    def close(self) -> list[Member]:
+        """Close the round. Returns the members to be dispatched, in the round's one order.
+
+        Mutates: the round is closed, its waiting members are running.
+        """
+        self.closed = True
+        waiting = [m for m in self.in_order() if m.state is MemberState.WAITING]
+        for member in waiting:
+            member.state = MemberState.RUNNING
+        return waiting
+
+    def in_order(self) -> list[Member]:
+        """The one order of members for everybody: given positions first, then by name."""
+
+        def place(member: Member) -> tuple[bool, int, str]:
+            return member.position is None, member.position or 0, member.agent
+
+        return sorted(self.members.values(), key=place)
+
+    def record(self) -> RoundRecord:
+        """What has been put out so far, in the one order."""
+        outputs = [m.output for m in self.in_order() if m.output is not None]
+        return RoundRecord(sim=self.sim, round=self.number, outputs=outputs)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A member has joined `round`; `alone` says why it is served by itself, if it is."""
+
+    round: Round
+    member: Member
+    alone: str | None = None
+
+
+class Session:
+    """The rounds of one simulation. `rounds_kept` finished ones are remembered."""
+
+    def __init__(self, sim: SessionId, rounds_kept: int) -> None:
+        self.sim = sim
+        self.rounds: OrderedDict[int, Round] = OrderedDict()
+        self._rounds_kept = rounds_kept
+        self._implicit_open: Round | None = None
+        self._known_agents: set[AgentId] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        return all(round_.is_finished for round_ in self.rounds.values())
+
+    def join(
+        self,
+        membership: Membership,
+        request: GenerateRequest,
+        now: float,
+        *,
+        patience_s: float,
+    ) -> Admission:
+        """Admit a member to its round, opening the round if it is the first.
+
+        `patience_s` is how long a round that this member opens waits for the others.
+        Raises RoundConflict when the member contradicts its round, BadRequest when it has no place.
+        Mutates: opens the round, adds the member, forgets rounds that are too old.
+        """
+        _check_place(membership)
+        if membership.round is None:
+            round_ = self._implicit_round(membership, now, patience_s)
+        else:
+            round_ = self.rounds.get(membership.round) or self._open(
+                membership.round, membership.n_agents, now, patience_s
+            )
+        alone = self._refuse_or_alone(round_, membership, now)
+        member = Member(
+            agent=membership.agent,
+            request=request,
+            position=membership.position,
+            state=MemberState.WAITING if alone is None else MemberState.RUNNING,
+        )
+        round_.members[membership.agent] = member
+        self._known_agents.add(membership.agent)
+        return Admission(round_, member, alone)
+
+    def leave(self, round_: Round, member: Member) -> None:
+        """A member that was still waiting is gone; its agent may join again."""
+        if member.state is MemberState.WAITING and round_.members.get(member.agent) is member:
+            del round_.members[member.agent]
+
+    def record(self, number: int) -> RoundRecord | None:
+        """The outputs of round `number`, or None when it is not remembered."""
+        round_ = self.rounds.get(number)
+        return None if round_ is None else round_.record()
+
+    def _refuse_or_alone(self, round_: Round, membership: Membership, now: float) -> str | None:
+        """Why the member is served alone (None: it is not). Raises RoundConflict."""
+        where = f"round {round_.number} of sim {self.sim!r}"
+        if membership.n_agents is not None and membership.n_agents != round_.expected:
+            raise RoundConflict(
+                f"td_round.n_agents: {membership.n_agents}, but {where} "
+                f"was opened for {round_.expected} agents",
+                field="td_round.n_agents",
+            )
+        before = round_.members.get(membership.agent)
+        if before is not None and before.state is not MemberState.FAILED:
+            verb = {
+                MemberState.WAITING: "is already waiting in",
+                MemberState.RUNNING: "is already being served in",
+                MemberState.DONE: "has already been served in",
+            }[before.state]
+            raise RoundConflict(
+                f"td_round.agent: {membership.agent!r} {verb} {where}", field="td_round.agent"
+            )
+        if before is not None:
+            return f"{membership.agent!r} comes again after a failure in {where}"
+        if round_.closed:
+            return f"{where} closed without {membership.agent!r}"
+        if round_.is_full:
+            raise RoundConflict(
+                f"td_round.agent: {membership.agent!r} is one too many, "
+                f"{where} has all of its {round_.expected} agents",
+                field="td_round.agent",
+            )
+        return None
+
+    def _implicit_round(self, membership: Membership, now: float, patience_s: float) -> Round:
+        """The round that the zero-change path means: the open one, unless the agent is in it."""
+        current = self._implicit_open
+        if current is not None and not current.closed and membership.agent not in current.members:
+            return current
+        expected = len(self._known_agents | {membership.agent})
+        first = not self._known_agents
+        number = max(self.rounds, default=-1) + 1
+        self._implicit_open = self._open(number, None if first else expected, now, patience_s)
+        self._implicit_open.implicit = True
+        return self._implicit_open
+
+    def _open(self, number: int, expected: int | None, now: float, patience_s: float) -> Round:
+        round_ = Round(
+            sim=self.sim,
+            number=number,
+            expected=expected,
+            opened_at=now,
+            deadline_at=now + patience_s,
+        )
+        self.rounds[number] = round_
+        finished = [number for number, old in self.rounds.items() if old.is_finished]
+        for old in finished[: max(0, len(finished) - self._rounds_kept)]:
+            del self.rounds[old]
+        return round_
+
+
+def plan_round(round_: Round, members: list[Member]) -> RoundPlan:
+    """The plan of a closed round: every member an ordinary prefill of its own prompt.
+
+    `members` are those to be dispatched, in the round's order.
+    """
+    absent = 0 if round_.expected is None else max(0, round_.expected - len(round_.members))
+    return RoundPlan(
+        sim=round_.sim,
+        round=round_.number,
+        members=[_plan_member(member) for member in members],
+        absent=absent,
+    )
+
+
+def _plan_member(member: Member) -> MemberPlan:
+    tokens = len(member.request.prompt_token_ids)
+    return MemberPlan(
+        agent=member.agent,
+        request_id=RequestId(member.request.request_id),
+        mode=Mode.EXACT,
+        prompt_tokens=tokens,
+        layout=[Placement(segment=None, start=0, tokens=tokens)] if tokens else [],
+    )
+
+
+def _check_place(membership: Membership) -> None:
+    for name, value, least in (
+        ("round", membership.round, 0),
+        ("n_agents", membership.n_agents, 1),
+        ("deadline_ms", membership.deadline_ms, 1),
+    ):
+        if value is not None and value < least:
+            raise BadRequest(
+                f"td_round.{name}: {value}, expected an integer of at least {least}",
+                field=f"td_round.{name}",
+            )
+    for name, text in (("sim", membership.sim), ("agent", membership.agent)):
+        if not 1 <= len(text) <= 256:
+            raise BadRequest(
+                f"td_round.{name}: {len(text)} characters, expected 1 to 256",
+                field=f"td_round.{name}",
+            )

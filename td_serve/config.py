@@ -1,0 +1,236 @@
+"""What a deployment is made of: frozen structs decoded from a cluster file's `args`.
+
+`DeploymentConfig` is the typed argument of the application builder (`td_serve.serve.app:build`).
+What may change while the deployment runs stands apart, in `CoordinatorSettings` and
+`DispatchSettings`: those travel as `user_config` and take effect without a restart.
+
+Every decode is strict: an unknown key, a wrong type or a value out of bounds raises ConfigError
+with the key's path, what stood there and the nearest valid name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from td_serve.errors import ConfigError
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Port = Annotated[int, msgspec.Meta(ge=1024, le=65535)]
+
+
+class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the config structs."""
+
+
+class EngineConfig(_Config, frozen=True, kw_only=True):
+    """A vLLM engine, prefill or decode.
+
+    `kv_cache_gib` is the KV pool's size (GiB); None leaves it to vLLM's memory profiling.
+    `block_size` is in tokens; CPU kernels want a multiple of 32. `extra` holds further engine
+    arguments under vLLM's own names, `env` further environment variables of the engine's process.
+    """
+
+    dtype: str = "auto"
+    max_model_len: Positive | None = None
+    block_size: Positive = 32
+    kv_cache_gib: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    max_num_seqs: Positive | None = None
+    max_num_batched_tokens: Positive | None = None
+    tensor_parallel_size: Positive = 1
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    seed: NonNegative = 0
+    extra: dict[str, Any] = {}
+    env: dict[str, str] = {}
+
+
+class NixlConfig(_Config, frozen=True, kw_only=True):
+    """How KV moves between engines.
+
+    `require_transports` lists the UCX transports (`tcp`, `cma`, `srd`, …) of which an engine's own
+    NIXL agent must report every one at start-up: UCX falls back to slower ones silently, and then
+    the replica refuses to start. `host` is the address that peers connect to; None means the
+    machine's own. `port_range` is where replicas that share a host take their side-channel ports
+    from, first and last port. `lease_s` ends a prefill engine's pin on blocks nobody reads.
+    `progress_delay_us` is how long NIXL's progress thread may sleep when nothing arrives; 0 makes it
+    poll without rest, on a core of its own.
+    """
+
+    backend: str = "UCX"
+    host: str | None = None
+    port_range: tuple[Port, Port] = (20500, 21499)
+    env: dict[str, str] = {}
+    require_transports: list[str] = []
+    lease_s: Positive = 30
+    progress_delay_us: NonNegative = 1000
+
+
+class AutoscalingConfig(_Config, frozen=True, kw_only=True):
+    """Replicas follow load: Ray Serve's own autoscaling, by requests in flight per replica."""
+
+    min_replicas: NonNegative = 1
+    max_replicas: Positive = 1
+    target_ongoing_requests: Annotated[float, msgspec.Meta(gt=0)] = 8.0
+    upscale_delay_s: Seconds = 10.0
+    downscale_delay_s: Seconds = 300.0
+
+
+class ReplicaConfig(_Config, frozen=True, kw_only=True):
+    """One kind of replica: how many, on what resources, with how many requests in flight each.
+
+    `max_ongoing_requests` bounds what Ray Serve sends to one replica at a time; more wait in the
+    caller's queue. `drain_timeout_s` is how long a replica that must go may finish what it has.
+    """
+
+    num_replicas: Positive = 1
+    autoscaling: AutoscalingConfig | None = None
+    num_cpus: Annotated[float, msgspec.Meta(ge=0)] = 0.1
+    num_gpus: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    resources: dict[str, float] = {}
+    max_ongoing_requests: Positive = 1024
+    drain_timeout_s: Seconds = 120.0
+
+
+class EngineReplicaConfig(ReplicaConfig, frozen=True, kw_only=True):
+    """Replicas that host an engine. `engine` overrides single fields of the deployment's own."""
+
+    engine: dict[str, Any] = {}
+
+
+class FrontendConfig(_Config, frozen=True, kw_only=True):
+    """The OpenAI side: names and parsers, under vLLM's own option names.
+
+    `served_model_name` is what clients ask for; None means the name in `model`. `cpu_threads`
+    bounds the threads of torch in processes that host no engine.
+    """
+
+    served_model_name: str | None = None
+    chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    cpu_threads: Positive = 1
+
+
+class DispatchSettings(_Config, frozen=True, kw_only=True):
+    """Live tunables of one request's way through prefill and decode.
+
+    `attempts` counts all tries at a request that has not put out anything yet.
+    """
+
+    attempts: Positive = 3
+    retry_backoff_s: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+
+
+class CoordinatorSettings(_Config, frozen=True, kw_only=True):
+    """Live tunables of rounds.
+
+    `deadline_ms` is how long a round waits for its members, from the first one's arrival, when the
+    request names no deadline; `max_deadline_ms` bounds what a request may name.
+    `implicit_window_ms` is the same for the zero-change path, where the number of agents is not
+    known. `rounds_kept` bounds the finished rounds a session remembers, `sessions_kept` the
+    sessions (the least recently used go first, never one with a round under way).
+    """
+
+    deadline_ms: Positive = 10_000
+    max_deadline_ms: Positive = 600_000
+    implicit_window_ms: Positive = 100
+    rounds_kept: Positive = 4
+    sessions_kept: Positive = 10_000
+    dispatch: DispatchSettings = DispatchSettings()
+
+
+class DeploymentConfig(_Config, frozen=True, kw_only=True):
+    """One application: a model, and the replicas that serve it."""
+
+    model: str
+    name: str = "td_serve"
+    engine: EngineConfig = EngineConfig()
+    nixl: NixlConfig = NixlConfig()
+    frontend: FrontendConfig = FrontendConfig()
+    ingress: ReplicaConfig = ReplicaConfig()
+    coordinator: ReplicaConfig = ReplicaConfig()
+    directory: ReplicaConfig = ReplicaConfig()
+    prefill: EngineReplicaConfig = EngineReplicaConfig()
+    decode: EngineReplicaConfig = EngineReplicaConfig()
+    env: dict[str, str] = {}
+    """Environment variables of every replica."""
+
+    def engine_of(self, role: EngineReplicaConfig, path: str) -> EngineConfig:
+        """The engine of one role: the deployment's, with the role's own fields on top.
+
+        `path` is the role's place in the file, for errors.
+        """
+        base = msgspec.to_builtins(self.engine)
+        return decode({**base, **role.engine}, EngineConfig, path=f"{path}.engine")
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def decode(value: object, kind: type[T], *, path: str) -> T:
+    """Decode plain data into `kind`, strictly. `path` names where the data stands, for errors.
+
+    Raises ConfigError.
+    """
+    for key_path, name, known in unknown_keys(value, kind, path):
+        raise ConfigError(f"{key_path}: unknown key {name!r}, {nearest(name, known)}")
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        # msgspec says "Expected `int`, got `str` - at `$.engine.seed`".
+        what, _, where = str(error).partition(" - at `$")
+        place = path + where.removesuffix("`")
+        raise ConfigError(f"{place}: {what}, got {lookup(value, where)!r}") from None
+
+
+def unknown_keys(value: object, kind: Any, path: str) -> list[tuple[str, str, list[str]]]:
+    """Every key in `value` that `kind` lacks: (path of the key, the key, keys known there)."""
+    struct = _struct_of(kind)
+    if struct is None or not isinstance(value, Mapping):
+        return []
+    hints = get_type_hints(struct)
+    known = [field.encode_name for field in msgspec.structs.fields(struct)]
+    found = []
+    for key, item in value.items():
+        if key not in known:
+            found.append((f"{path}.{key}", str(key), known))
+        else:
+            found += unknown_keys(item, hints[key], f"{path}.{key}")
+    return found
+
+
+def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
+    """The struct in `Struct`, `Struct | None` or `Annotated[Struct, …]`, if there is one."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    if get_origin(kind) is not None:
+        for part in get_args(kind):
+            if (struct := _struct_of(part)) is not None:
+                return struct
+    return None
+
+
+def lookup(value: Any, dotted: str) -> Any:
+    """The part of `value` at msgspec's path (`.engine.seed`, `.port_range[0]`)."""
+    for step in dotted.replace("[", ".[").strip(".").split("."):
+        if step.startswith("["):
+            index = step.strip("[]")
+            value = value[int(index)] if index.isdigit() else next(iter(value.values()))
+        elif step and isinstance(value, Mapping):
+            value = value.get(step)
+    return value
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint for a misspelt name: "did you mean 'x'?", or what is valid."""
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if match:
+        return f"did you mean {match[0]!r}?"
+    return f"valid keys are {', '.join(sorted(known))}"

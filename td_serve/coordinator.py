@@ -1,0 +1,275 @@
+"""Runs rounds: gather the members, plan, prefill as one unit, decode each, keep the record.
+
+One coordinator serves many sessions; a session lives on one coordinator (requests are routed by
+consistent hashing on it). It holds text and plans, no KV. If it is lost, so is the record of past
+rounds: clients of the rounds API then hand the last round's outputs in themselves.
+
+Reading one round top-down: `play` joins the member to its round (`collector.Session`); the first
+member starts `_conduct`, which waits for the others, plans the round and hands each member its
+prefill; `play` then decodes the member and records what it put out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+
+from td_serve.collector import Admission, Member, MemberState, Round, Session, plan_round
+from td_serve.config import CoordinatorSettings
+from td_serve.dispatch import Dispatcher, Engines
+from td_serve.errors import BadRequest, RequestError, RoundConflict, Unavailable
+from td_serve.metrics import Metrics
+from td_serve.types import (
+    AgentId,
+    AgentOutput,
+    Delta,
+    GenerateRequest,
+    Handover,
+    Membership,
+    RoundPrefill,
+    RoundRecord,
+    SessionId,
+)
+
+log = logging.getLogger(__name__)
+
+
+class RoundCoordinator:
+    """Serves members of rounds on `engines`. `clock` is in seconds and only ever compared."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        settings: CoordinatorSettings,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dispatcher = Dispatcher(engines, settings.dispatch, metrics)
+        self._metrics = metrics
+        self._clock = clock
+        self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
+        self._full: dict[int, asyncio.Event] = {}
+        self._handovers: dict[int, asyncio.Future[Handover | None]] = {}
+        self._conductors: set[asyncio.Task[None]] = set()
+        self._progress = asyncio.Event()
+        self.configure(settings)
+
+    def configure(self, settings: CoordinatorSettings) -> None:
+        """Take new tunables; rounds under way keep theirs."""
+        self._settings = settings
+        self._dispatcher.settings = settings.dispatch
+
+    async def play(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """Serve one member of a round: wait for the others, then stream its output.
+
+        Raises RoundConflict, and what Dispatcher.generate raises. Cancelling it takes the member
+        out of its round.
+        """
+        if request.membership is None:
+            raise BadRequest("td_round: missing, expected a member of a round", field="td_round")
+        admission = self._join(request, request.membership)
+        member, output = admission.member, _Output(admission.member.agent)
+        try:
+            if admission.alone is None:
+                handover = await self._wait_for_prefill(admission)
+            else:
+                log.info("serving alone: %s", admission.alone)
+                self._metrics.stragglers.inc()
+                handover = None
+            deltas = self._dispatcher.generate(request, handover)
+            async with contextlib.aclosing(deltas):
+                async for delta in deltas:
+                    output.add(delta)
+                    yield delta
+            member.output = output.result()
+            member.state = MemberState.DONE
+        finally:
+            self._depart(admission)
+
+    async def record(self, sim: SessionId, number: int, patience_s: float) -> RoundRecord:
+        """The outputs of round `number`, once its members are done or `patience_s` has passed.
+
+        Raises RoundConflict when this coordinator does not remember the round.
+        """
+        session = self._sessions.get(sim)
+        round_ = None if session is None else session.rounds.get(number)
+        if round_ is None:
+            raise RoundConflict(
+                f"round: the outputs of round {number} of sim {sim!r} are not on record here; "
+                "hand them in as `shared`",
+                field="round",
+            )
+        deadline = self._clock() + patience_s
+        while not round_.is_finished and (left := deadline - self._clock()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._progress.wait(), left)
+        return round_.record()
+
+    def forget(self, sim: SessionId) -> bool:
+        """Drop a session and its record. Says whether there was one.
+
+        Raises RoundConflict while a round of it is under way.
+        """
+        session = self._sessions.get(sim)
+        if session is None:
+            return False
+        if not session.is_idle:
+            raise RoundConflict(f"sim: {sim!r} has a round under way", field="sim")
+        del self._sessions[sim]
+        return True
+
+    def check_integrity(self) -> None:
+        """Nothing is held for rounds that are over. Raises AssertionError."""
+        open_rounds = {id(r) for s in self._sessions.values() for r in s.rounds.values()}
+        assert self._full.keys() <= open_rounds, "an event of a round that is gone"
+        waiting = {
+            id(member)
+            for session in self._sessions.values()
+            for round_ in session.rounds.values()
+            for member in round_.members.values()
+            if member.state in (MemberState.WAITING, MemberState.RUNNING)
+        }
+        assert self._handovers.keys() <= waiting, "a handover kept for a member that is gone"
+
+    async def drain(self) -> None:
+        """Wait until no round is under way and no release is pending."""
+        while self._conductors:
+            await asyncio.wait(self._conductors)
+        await self._dispatcher.drain()
+
+    # ---------------------------------------------------------------- joining and leaving
+
+    def _join(self, request: GenerateRequest, membership: Membership) -> Admission:
+        """Admit the member; start the round's conductor with the first one."""
+        session = self._session(membership.sim)
+        admission = session.join(
+            membership, request, self._clock(), patience_s=self._patience(membership)
+        )
+        round_, member = admission.round, admission.member
+        if admission.alone is not None:
+            return admission
+        self._handovers[id(member)] = asyncio.get_running_loop().create_future()
+        if id(round_) not in self._full:
+            self._full[id(round_)] = asyncio.Event()
+            conductor = asyncio.get_running_loop().create_task(self._conduct(round_))
+            self._conductors.add(conductor)
+            conductor.add_done_callback(self._conductors.discard)
+        if round_.is_full:
+            self._full[id(round_)].set()
+        return admission
+
+    def _depart(self, admission: Admission) -> None:
+        """The member's request is over, whichever way. Frees what is held for it."""
+        member = admission.member
+        future = self._handovers.pop(id(member), None)
+        handed = future is not None and future.done() and not future.cancelled()
+        if future is not None and handed and (handover := future.result()) is not None:
+            self._dispatcher.give_up(handover)
+        if member.state is MemberState.WAITING:
+            self._sessions[admission.round.sim].leave(admission.round, member)
+        elif member.state is MemberState.RUNNING:
+            member.state = MemberState.FAILED
+        self._progress.set()
+        self._progress = asyncio.Event()
+        if admission.alone is None and admission.round.is_finished:
+            self._metrics.round_seconds.observe(self._clock() - admission.round.opened_at)
+
+    def _session(self, sim: SessionId) -> Session:
+        """The session of `sim`, made if new; the least recently used idle ones go first."""
+        session = self._sessions.get(sim)
+        if session is None:
+            session = self._sessions[sim] = Session(sim, self._settings.rounds_kept)
+        self._sessions.move_to_end(sim)
+        surplus = len(self._sessions) - self._settings.sessions_kept
+        idle = [old for old, kept in self._sessions.items() if kept.is_idle and old != sim]
+        for old in idle[: max(0, surplus)]:
+            del self._sessions[old]
+        return session
+
+    def _patience(self, membership: Membership) -> float:
+        """Seconds that a round opened by this member waits for the others."""
+        settings = self._settings
+        if membership.deadline_ms is not None:
+            return min(membership.deadline_ms, settings.max_deadline_ms) / 1000
+        if membership.round is None:
+            return settings.implicit_window_ms / 1000
+        return settings.deadline_ms / 1000
+
+    # ---------------------------------------------------------------- conducting a round
+
+    async def _wait_for_prefill(self, admission: Admission) -> Handover | None:
+        """This member's prefill, or None when the member must see to it itself."""
+        handover = await self._handovers[id(admission.member)]
+        del self._handovers[id(admission.member)]
+        return handover
+
+    async def _conduct(self, round_: Round) -> None:
+        """Wait for the members, prefill the round as one unit, hand each member its part."""
+        started = self._clock()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, round_.deadline_at - started)):
+                    await self._full[id(round_)].wait()
+        finally:
+            members = round_.close()
+            del self._full[id(round_)]
+        plan = plan_round(round_, members)
+        log.info(
+            "round %s of sim %r: %d members, %d absent",
+            round_.number,
+            round_.sim,
+            len(members),
+            plan.absent,
+        )
+        self._metrics.round_members.observe(len(members))
+        self._metrics.gather_seconds.observe(self._clock() - started)
+        work = RoundPrefill(plan=plan, requests=[m.request for m in members if m.request.hand_over])
+        by_request = {member.request.request_id: member for member in members}
+        for member in members:
+            if not member.request.hand_over:
+                self._hand_to(member, None)
+        try:
+            if work.requests:
+                done = self._dispatcher.engines.prefill_round(work)
+                async with contextlib.aclosing(done):
+                    async for part in done:
+                        self._hand_to(by_request[part.request_id], part.handover)
+        except Unavailable as error:
+            log.warning("round %s of sim %r: %s", round_.number, round_.sim, error.message)
+        except RequestError:
+            log.exception("round %s of sim %r", round_.number, round_.sim)
+        finally:
+            # Whoever got nothing prefills for itself, with retries: a lost prefill replica, or one
+            # bad member, must not fail the others.
+            for member in members:
+                self._hand_to(member, None)
+
+    def _hand_to(self, member: Member, handover: Handover | None) -> None:
+        """Give a member its prefill; if it has left or has one already, give the prefill up."""
+        future = self._handovers.get(id(member))
+        if future is not None and not future.done():
+            future.set_result(handover)
+        elif handover is not None:
+            self._dispatcher.give_up(handover)
+
+
+class _Output:
+    """What a member puts out, gathered from its deltas (its first continuation)."""
+
+    def __init__(self, agent: AgentId) -> None:
+        self._agent = agent
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+
+    def add(self, delta: Delta) -> None:
+        for choice in delta.choices:
+            if choice.index == 0:
+                self._text.append(choice.text)
+                self._tokens += choice.token_ids
+
+    def result(self) -> AgentOutput:
+        return AgentOutput(agent=self._agent, text="".join(self._text), token_ids=self._tokens)

@@ -1,0 +1,131 @@
+"""One request's way: prefill, hand over, decode.
+
+The dispatcher owns a handover from the moment that prefill returns it until the decode engine says
+that it is admitted; if anything ends the request in between, it gives the handover up, so that the
+prefill engine's blocks are freed at once and not only when their lease ends.
+
+A request that has put out nothing yet may be tried again from the start (prefill finds its own
+prefix cache); one that has is failed clearly: its client already holds tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from td_serve.config import DispatchSettings
+from td_serve.errors import EngineFailure, RequestError, Unavailable
+from td_serve.metrics import Metrics
+from td_serve.types import Delta, GenerateRequest, Handover, MemberHandover, RoundPrefill
+
+
+class Engines(Protocol):
+    """The prefill and decode replicas, however they are reached.
+
+    Call order: `prefill` (or `prefill_round`) → `decode` or `release`. Each may raise BadRequest,
+    EngineFailure or Unavailable. Cancelling a call aborts it in the engine.
+    """
+
+    async def prefill(self, request: GenerateRequest) -> Handover:
+        """Compute the prompt's KV on some prefill replica and pin it there."""
+        ...
+
+    def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
+        """Compute a round's prompts on one prefill replica; members come as they get ready."""
+        ...
+
+    def decode(
+        self, request: GenerateRequest, handover: Handover | None
+    ) -> AsyncGenerator[Delta, None]:
+        """Continue the prompt on some decode replica. The first delta is ADMITTED."""
+        ...
+
+    async def release(self, handover: Handover) -> None:
+        """Give a handover up: nobody will read those blocks."""
+        ...
+
+
+class Dispatcher:
+    """Runs requests on `engines`. One per process; holds no state between requests."""
+
+    def __init__(self, engines: Engines, settings: DispatchSettings, metrics: Metrics) -> None:
+        self.engines = engines
+        self.settings = settings
+        self._metrics = metrics
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def generate(
+        self, request: GenerateRequest, handover: Handover | None = None
+    ) -> AsyncGenerator[Delta, None]:
+        """Serve `request`, from `handover` on if its prefill is done already (takes it over).
+
+        Raises BadRequest, or Unavailable when every attempt failed before the first output, or
+        EngineFailure when an engine failed after it.
+        """
+        for attempt in range(1, self.settings.attempts + 1):
+            delivered = False
+            delta: Delta | None = None
+            try:
+                if handover is None and request.hand_over:
+                    handover = await self.engines.prefill(request)
+                deltas = self._decode(request, handover)
+                handover = None  # _decode sees to it from here on
+                async with contextlib.aclosing(deltas):
+                    async for delta in deltas:
+                        delivered = True
+                        yield delta
+                self._count(request, delta)
+                return
+            except Unavailable as error:
+                if delivered:
+                    raise EngineFailure(
+                        f"request {request.request_id} broke off in mid-answer: {error.message}"
+                    ) from error
+                if attempt == self.settings.attempts:
+                    raise Unavailable(
+                        f"request {request.request_id} failed {attempt} times: {error.message}"
+                    ) from error
+            finally:
+                if handover is not None:
+                    self.give_up(handover)
+                    handover = None
+            self._metrics.retries.inc()
+            await asyncio.sleep(self.settings.retry_backoff_s * attempt)
+
+    def give_up(self, handover: Handover) -> None:
+        """Release a handover in the background. If no replica can, its lease ends the pin."""
+        task = asyncio.get_running_loop().create_task(self._release(handover))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def drain(self) -> None:
+        """Wait for releases under way."""
+        while self._releases:
+            await asyncio.wait(self._releases)
+
+    async def _decode(
+        self, request: GenerateRequest, handover: Handover | None
+    ) -> AsyncGenerator[Delta, None]:
+        """Decode, and see the handover off: to the decode engine, or released."""
+        deltas = self.engines.decode(request, handover)
+        admitted = False
+        try:
+            async with contextlib.aclosing(deltas):
+                async for delta in deltas:
+                    if admitted:
+                        yield delta
+                    admitted = True
+        finally:
+            if handover is not None and not admitted:
+                self.give_up(handover)
+
+    def _count(self, request: GenerateRequest, last: Delta | None) -> None:
+        self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+        if last is not None and last.cached_tokens:
+            self._metrics.tokens_saved.inc(last.cached_tokens)
+
+    async def _release(self, handover: Handover) -> None:
+        with contextlib.suppress(RequestError):
+            await self.engines.release(handover)

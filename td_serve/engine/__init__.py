@@ -1,0 +1,1 @@
+"""What touches vLLM: everything else speaks td_serve.types."""

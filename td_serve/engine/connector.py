@@ -1,0 +1,58 @@
+"""vLLM's NIXL connector, with a progress thread that sleeps.
+
+NIXL's Python API starts UCX's progress thread with a polling delay of 0 and offers no way to say
+otherwise, so that every engine burns a core while idle. On a machine where engines compute on those
+cores that halves their speed. Here the agent is made with a delay: the thread then sleeps in poll(2)
+and wakes on traffic, at the latest after the delay.
+
+The class is named like vLLM's, because vLLM looks for that name in its configuration checks;
+`kv_connector_module_path` makes it take ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from nixl import _api as nixl_api
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+PROGRESS_DELAY = "td_progress_delay_us"
+"""Key of the connector's extra configuration: microseconds; 0 is NIXL's own busy polling."""
+
+
+class NixlConnector(NixlPullConnector):
+    """The pull connector; made in scheduler and worker processes by vLLM."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        delay_us = vllm_config.kv_transfer_config.get_from_extra_config(PROGRESS_DELAY, 0)
+        with _progress_delay(int(delay_us)):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+
+@contextlib.contextmanager
+def _progress_delay(delay_us: int) -> Iterator[None]:
+    """Agents made within get this delay, whatever the Python API sets."""
+    bindings = nixl_api.nixlBind
+
+    class AgentConfig(bindings.nixlAgentConfig):  # type: ignore[misc,name-defined]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, delay_us if name == "pthrDelay" else value)
+
+    nixl_api.nixlBind = _Bindings(bindings, AgentConfig)
+    try:
+        yield
+    finally:
+        nixl_api.nixlBind = bindings
+
+
+class _Bindings:
+    """NIXL's bindings with another agent configuration."""
+
+    def __init__(self, bindings: Any, agent_config: type) -> None:
+        self._bindings = bindings
+        self.nixlAgentConfig = agent_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bindings, name)

@@ -1,0 +1,378 @@
+"""One vLLM engine, hosted in this process: prefill here, decode there.
+
+Lifecycle: `EngineHost.start` (holds a port, starts the engine's process, asserts the transport) →
+`prefill` / `decode` / `release`, any number at once → `close`. Cancelling a call aborts its request
+in the engine. An engine that has died raises Unavailable from every call and from `check_health`;
+it does not come back: its owner makes a new one.
+
+What is pinned, and who frees it: a finished prefill keeps its blocks until the engine that decodes
+has read them, or `release` says that nobody will, or the lease (`nixl.lease_s`) ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Any, Literal
+
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from td_serve.config import EngineConfig, NixlConfig
+from td_serve.engine.codec import decode_sampling, to_delta
+from td_serve.engine.connector import PROGRESS_DELAY
+from td_serve.engine.versions import check_vllm
+from td_serve.errors import BadRequest, ConfigError, EngineFailure, RequestError, Unavailable
+from td_serve.transfer.nixl import UcxLog, assert_transports, engine_env, side_channel_host
+from td_serve.transfer.ports import PortLease, lease_ports
+from td_serve.types import (
+    ADMITTED,
+    Delta,
+    Epoch,
+    GenerateRequest,
+    Handover,
+    MemberHandover,
+    ReplicaId,
+    ReplicaState,
+    RoundPrefill,
+)
+
+Role = Literal["prefill", "decode"]
+
+_NOTHING_HANDED_OVER: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class _Gauges(StatLoggerBase):
+    """The engine's last word on its load: how many requests, how full the KV pool.
+
+    The engine reports after every step, and steps as long as anything is running, waiting or
+    pinned, so that what stands here is true at idle too.
+    """
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self.running = 0
+        self.waiting = 0
+        self.kv_usage = 0.0
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = (
+                scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            )
+            self.kv_usage = scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+class EngineHost:
+    """A prefill or decode engine. Made by `start`, which alone may block for long."""
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        replica: ReplicaId,
+        host: str,
+        port: PortLease,
+        llm: AsyncLLM,
+        gauges: _Gauges,
+        transports: list[str],
+        ucx_log: UcxLog,
+    ) -> None:
+        self.role = role
+        self.replica = replica
+        self.transports = transports
+        self.epoch = Epoch(time.time_ns())
+        self._host = host
+        self._port = port
+        self._llm = llm
+        self._gauges = gauges
+        self._ucx_log = ucx_log
+
+    @classmethod
+    def start(cls, role: Role, model: str, engine: EngineConfig, nixl: NixlConfig) -> EngineHost:
+        """Start an engine for `model` (a local directory or hub id) and wait until it can serve.
+
+        Blocks while the engine loads, seconds to minutes. Raises ConfigError when this vLLM is not
+        supported, an engine argument is unknown, no port is free, or a required transport is
+        missing.
+        """
+        check_vllm()
+        replica = ReplicaId(f"{role}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        host = side_channel_host(nixl)
+        port = lease_ports(*nixl.port_range, count=engine.tensor_parallel_size, host=host)
+        ucx_log = UcxLog()
+        gauges = _Gauges()
+        env = {
+            **engine.env,
+            **engine_env(nixl, host=host, port=port.first, log=ucx_log),
+        }
+        llm: AsyncLLM | None = None
+        try:
+            with _environment(env):
+                llm = AsyncLLM.from_engine_args(
+                    _engine_args(replica, model, engine, nixl),
+                    stat_loggers=[lambda *_: gauges],
+                )
+            transports = assert_transports(nixl, ucx_log)
+        except BaseException:
+            if llm is not None:
+                llm.shutdown()
+            ucx_log.close()
+            port.release()
+            raise
+        return cls(
+            role=role,
+            replica=replica,
+            host=host,
+            port=port,
+            llm=llm,
+            gauges=gauges,
+            transports=transports,
+            ucx_log=ucx_log,
+        )
+
+    async def prefill(self, request: GenerateRequest) -> Handover:
+        """Compute the prompt's KV and keep it pinned for the engine that decodes.
+
+        Raises BadRequest, EngineFailure or Unavailable.
+        """
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": dict(_NOTHING_HANDED_OVER)},
+        )
+        last: RequestOutput | None = None
+        async for output in self._generate(request, params):
+            last = output
+        if last is None or last.kv_transfer_params is None:
+            raise EngineFailure(f"request {request.request_id}: prefill left no KV to hand over")
+        return Handover(
+            request_id=request.request_id,
+            replica=self.replica,
+            kv=last.kv_transfer_params,
+            prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=last.num_cached_tokens or 0,
+        )
+
+    async def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
+        """Prefill a round's members together; each comes as soon as it is ready.
+
+        A member that fails comes with its error and does not fail the others. Closing the generator
+        aborts what is left, and releases nothing that it has yielded.
+        """
+        tasks = {
+            asyncio.ensure_future(self.prefill(request)): request.request_id
+            for request in work.requests
+        }
+        try:
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        part = MemberHandover(request_id=tasks.pop(task), handover=task.result())
+                    except RequestError as error:
+                        part = MemberHandover(request_id=tasks.pop(task), error=error.message)
+                    yield part
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def decode(
+        self, request: GenerateRequest, handover: Handover | None
+    ) -> AsyncGenerator[Delta, None]:
+        """Continue the prompt, with KV read from `handover` or, without one, computed here.
+
+        The first delta is empty: it says that the handover is this engine's from now on, to be read
+        or given up on every path, abort included. Raises BadRequest, EngineFailure or Unavailable.
+        """
+        try:
+            yield ADMITTED
+        except GeneratorExit:
+            if handover is not None:
+                await self.release(handover)
+            raise
+        params = decode_sampling(request.sampling)
+        if handover is not None and request.n > 1:
+            # vLLM gives each continuation the same handle, and a handle serves one read: read the
+            # prompt once, then let all continuations hit this engine's own prefix cache.
+            await self._pull(request, handover)
+        elif handover is not None:
+            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": handover.kv}
+        first = True
+        async for output in self._generate(request, params):
+            cached = output.num_cached_tokens or 0
+            yield to_delta(
+                output,
+                cached_tokens=cached if handover is None else handover.cached_tokens,
+                first=first,
+            )
+            first = False
+
+    async def release(self, handover: Handover) -> None:
+        """Tell the engine that holds `handover`'s blocks that nobody will read them."""
+        await self._llm.notify_kv_transfer_request_rejected(
+            f"{handover.request_id}-release-{uuid.uuid4().hex[:8]}", handover.kv
+        )
+
+    def state(self) -> ReplicaState:
+        """Who this engine is and what it holds right now."""
+        return ReplicaState(
+            replica=self.replica,
+            role=self.role,
+            epoch=self.epoch,
+            host=self._host,
+            nixl_port=self._port.first,
+            transports=self.transports,
+            running=self._gauges.running,
+            waiting=self._gauges.waiting,
+            kv_usage=self._gauges.kv_usage,
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the engine has accepted and not finished."""
+        return int(self._llm.get_num_unfinished_requests())
+
+    async def check_health(self) -> None:
+        """Raises Unavailable when the engine has died."""
+        try:
+            await self._llm.check_health()
+        except EngineDeadError as error:
+            raise Unavailable(f"{self.replica}: the engine has died") from error
+
+    def close(self) -> None:
+        """Stop the engine's process and give the port back. Call once."""
+        self._llm.shutdown()
+        del self._llm  # vLLM shuts down once more when collected, too late at interpreter exit
+        self._port.release()
+        self._ucx_log.close()
+
+    async def _pull(self, request: GenerateRequest, handover: Handover) -> None:
+        """Read a handed-over prompt into this engine's prefix cache."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": handover.kv},
+        )
+        async for _ in self._generate(request, params):
+            pass
+
+    async def _generate(
+        self, request: GenerateRequest, params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """vLLM's own generate, with its errors translated to ours."""
+        prompt = TokensPrompt(prompt_token_ids=request.prompt_token_ids)
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        outputs = self._llm.generate(
+            prompt,
+            params,
+            request.request_id,
+            priority=request.priority,
+            reasoning_ended=request.reasoning_ended,
+            reasoning_parser_kwargs=request.reasoning_parser_kwargs,
+        )
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    if any(choice.finish_reason == "error" for choice in output.outputs):
+                        raise Unavailable(
+                            f"request {request.request_id}: {self.replica} could not load its KV"
+                        )
+                    yield output
+        except EngineDeadError as error:
+            raise Unavailable(f"{self.replica}: the engine has died") from error
+        except VLLMClientError as error:
+            raise BadRequest(str(error)) from error
+
+
+def _engine_args(
+    replica: ReplicaId, model: str, engine: EngineConfig, nixl: NixlConfig
+) -> AsyncEngineArgs:
+    known = AsyncEngineArgs.__dataclass_fields__
+    for name in engine.extra:
+        if name not in known:
+            raise ConfigError(f"engine.extra.{name}: vLLM has no engine argument of that name")
+    optional = {
+        "max_model_len": engine.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "kv_cache_memory_bytes": None
+        if engine.kv_cache_gib is None
+        else int(engine.kv_cache_gib * 2**30),
+    }
+    return AsyncEngineArgs(
+        model=model,
+        dtype=engine.dtype,
+        block_size=engine.block_size,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        enforce_eager=engine.enforce_eager,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        seed=engine.seed,
+        enable_log_requests=False,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_connector_module_path="td_serve.engine.connector",
+            kv_role="kv_both",
+            engine_id=replica,
+            kv_buffer_device=current_platform.device_type,
+            # A read that fails is retried from the prefill on, by whoever dispatched it.
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config={
+                "backends": [nixl.backend],
+                "kv_lease_duration": nixl.lease_s,
+                PROGRESS_DELAY: nixl.progress_delay_us,
+            },
+        ),
+        **{name: value for name, value in optional.items() if value is not None},
+        **engine.extra,
+    )
+
+
+@contextlib.contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the processes started within."""
+    before = {name: os.environ.get(name) for name in env}
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

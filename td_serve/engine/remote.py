@@ -1,0 +1,157 @@
+"""vLLM's engine, seen from its OpenAI layer, when the engines are elsewhere.
+
+`EngineClient` is vLLM's own seam between its API servers and its engines. Ours hands each request
+to a `Serve` function (in the end: prefill on one replica, decode on another) and gives back what
+comes, so that chat templates, tools, structured output, log-probabilities, streaming and usage are
+vLLM's own code, unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from typing import Any, Never
+
+import msgspec
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GracefulHTTPError
+from vllm.outputs import RequestOutput
+from vllm.renderers import renderer_from_config
+from vllm.renderers.inputs.preprocess import extract_prompt_components
+from vllm.sampling_params import SamplingParams
+from vllm.tasks import SupportedTask
+from vllm.v1.engine.input_processor import InputProcessor
+
+from td_serve.engine.codec import encode_sampling, to_output
+from td_serve.errors import BadRequest, RequestError
+from td_serve.types import Delta, GenerateRequest, Membership, RequestId
+
+Serve = Callable[[GenerateRequest], AsyncGenerator[Delta, None]]
+
+MEMBERSHIP_ARG = "td_membership"
+"""Key of the sampling parameters' extra arguments under which a request's membership travels from
+our ingress through vLLM's OpenAI layer to here. Clients cannot set it: the ingress refuses it."""
+
+
+class RemoteEngine(EngineClient):
+    """An EngineClient without an engine: requests go to `serve`.
+
+    Text generation only. What would act on an engine (sleep, adapters, weights) is refused.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, serve: Serve) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self._serve = serve
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        priority: int = 0,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        **_unused: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Serve a rendered prompt. Errors come as GracefulHTTPError, with a status."""
+        try:
+            request = self._request(prompt, sampling_params, request_id, lora_request)
+            request = msgspec.structs.replace(
+                request,
+                priority=priority,
+                reasoning_ended=reasoning_ended,
+                reasoning_parser_kwargs=reasoning_parser_kwargs,
+            )
+            async with contextlib.aclosing(self._serve(request)) as deltas:
+                async for delta in deltas:
+                    yield to_output(delta, request)
+        except RequestError as error:
+            raise GracefulHTTPError(error.message, error.status) from error
+
+    def _request(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, lora_request: Any
+    ) -> GenerateRequest:
+        if lora_request is not None:
+            raise BadRequest("model: LoRA adapters are not served", field="model")
+        parts = extract_prompt_components(self.model_config, prompt)
+        if parts.token_ids is None:
+            raise BadRequest("only text prompts are served (no embeddings)", field="prompt")
+        if isinstance(prompt, Mapping) and prompt.get("mm_placeholders"):
+            raise BadRequest("only text prompts are served (no images or audio)", field="messages")
+        params = sampling_params.clone()
+        extra = dict(params.extra_args or {})
+        membership = extra.pop(MEMBERSHIP_ARG, None)
+        params.extra_args = extra or None
+        return GenerateRequest(
+            request_id=RequestId(request_id),
+            prompt_token_ids=list(parts.token_ids),
+            sampling=encode_sampling(params),
+            n=params.n,
+            # With a prompt read from elsewhere, vLLM has no logits of it to report.
+            hand_over=params.prompt_logprobs is None,
+            cache_salt=prompt.get("cache_salt") if isinstance(prompt, Mapping) else None,
+            membership=None
+            if membership is None
+            else msgspec.json.decode(membership, type=Membership),
+        )
+
+    async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
+        return ("generate",)
+
+    @property
+    def is_running(self) -> bool:
+        return True
+
+    @property
+    def is_stopped(self) -> bool:
+        return False
+
+    @property
+    def errored(self) -> bool:
+        return False
+
+    @property
+    def dead_error(self) -> BaseException:
+        return RuntimeError("no engine here")
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Nothing to do: requests are aborted by closing their generator."""
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Nothing to log: engines log for themselves."""
+
+    async def check_health(self) -> None:
+        """Always healthy: the replicas answer for themselves."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.renderer.shutdown()
+
+    def encode(self, *args: Any, **kwargs: Any) -> Never:
+        raise NotImplementedError("pooling is not served")
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Never:
+        raise NotImplementedError("this acts on an engine, and there is none in this process")
+
+    notify_kv_transfer_request_rejected = _refuse
+    start_profile = _refuse
+    stop_profile = _refuse
+    reset_mm_cache = _refuse
+    reset_encoder_cache = _refuse
+    reset_prefix_cache = _refuse
+    sleep = _refuse
+    wake_up = _refuse
+    is_sleeping = _refuse
+    release_kv_cache_memory = _refuse
+    add_lora = _refuse
+    pause_generation = _refuse
+    resume_generation = _refuse
+    is_paused = _refuse

@@ -1,0 +1,88 @@
+"""Every metric, named once. What counts them is handed in, so that domain code knows no exporter.
+
+Names follow Prometheus; Ray exports them with the prefix `ray_`. No label ever names a session or a
+conversation: their number has no bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Counter(Protocol):
+    def inc(self, value: float = 1.0) -> None: ...
+
+
+class Histogram(Protocol):
+    def observe(self, value: float) -> None: ...
+
+
+class Gauge(Protocol):
+    def set(self, value: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Makes instruments: (name, description[, upper bounds of buckets])."""
+
+    counter: Callable[[str, str], Counter]
+    histogram: Callable[[str, str, Sequence[float]], Histogram]
+    gauge: Callable[[str, str], Gauge]
+
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_MEMBERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Metrics:
+    """The instruments of one process."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.round_seconds = meter.histogram(
+            "td_round_duration_seconds",
+            "From a round's first member to its last member's last token.",
+            _SECONDS,
+        )
+        self.gather_seconds = meter.histogram(
+            "td_round_gather_seconds", "From a round's first member to its dispatch.", _SECONDS
+        )
+        self.round_members = meter.histogram(
+            "td_round_members", "Members dispatched as one unit.", _MEMBERS
+        )
+        self.stragglers = meter.counter(
+            "td_round_stragglers_total", "Members served alone: their round had closed."
+        )
+        self.prompt_tokens = meter.counter("td_prompt_tokens_total", "Prompt tokens served.")
+        self.tokens_saved = meter.counter(
+            "td_prefill_tokens_saved_total", "Prompt tokens that no engine computed."
+        )
+        self.retries = meter.counter(
+            "td_request_retries_total", "Requests started anew after an engine failed."
+        )
+        self.directory_epoch = meter.gauge(
+            "td_directory_epoch", "Birth number of the directory this replica is registered with."
+        )
+
+
+class _Silent:
+    """Counts nothing."""
+
+    def inc(self, value: float = 1.0) -> None: ...
+
+    def observe(self, value: float) -> None: ...
+
+    def set(self, value: float) -> None: ...
+
+
+def silent_metrics() -> Metrics:
+    """Metrics for a process without an exporter (examples, tests)."""
+    silent = _Silent()
+    return Metrics(
+        Meter(
+            counter=lambda name, text: silent,
+            histogram=lambda name, text, bounds: silent,
+            gauge=lambda name, text: silent,
+        )
+    )

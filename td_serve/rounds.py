@@ -1,0 +1,139 @@
+"""The rounds API's own prompts: a whole round in one request. Pure.
+
+The server composes what each agent reads, and only here may it order text: the last round's outputs
+stand in one order for all agents, word for word, so that a prefill engine can recognise them.
+
+    history_first   system | preamble  system_i         user | private_i  outputs…  task_i
+    shared_first    system | preamble                   user | outputs…  system_i  private_i  task_i
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from td_serve.errors import BadRequest
+from td_serve.types import AgentId, AgentOutput, Membership, SessionId
+
+JOIN = "\n\n"
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Index = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what clients send to endpoints of ours: strict, unlike OpenAI's."""
+
+
+class RoundField(_Body, frozen=True, kw_only=True):
+    """`td_round` in an OpenAI request: which round of which simulation this agent's request is."""
+
+    sim: Name
+    round: Index
+    agent: Name
+    n_agents: Count
+    deadline_ms: Count | None = None
+
+    def membership(self) -> Membership:
+        return Membership(
+            sim=SessionId(self.sim),
+            agent=AgentId(self.agent),
+            round=self.round,
+            n_agents=self.n_agents,
+            deadline_ms=self.deadline_ms,
+        )
+
+
+class RoundAgent(_Body, frozen=True, kw_only=True):
+    """One agent of a round: who it is, what only it knows, what it is to do."""
+
+    agent: Name
+    system: str = ""
+    private: str = ""
+    task: str = ""
+
+
+class SharedText(_Body, frozen=True, kw_only=True):
+    """What an agent put out in the last round, handed in by the client."""
+
+    agent: Name
+    text: str
+
+
+class RoundRequest(_Body, frozen=True, kw_only=True):
+    """`POST /v1/rounds`: a whole round at once.
+
+    The outputs of round `round` - 1 are the server's own record of it; `shared` replaces them.
+    `completion` holds parameters of chat completions (`max_tokens`, `temperature`, …) for all.
+    """
+
+    model: str
+    sim: Name
+    round: Index
+    agents: Annotated[list[RoundAgent], msgspec.Meta(min_length=1)]
+    preamble: str = ""
+    layout: Literal["history_first", "shared_first"] = "history_first"
+    shared: list[SharedText] | None = None
+    deadline_ms: Count | None = None
+    stream: bool = True
+    completion: dict[str, Any] = {}
+
+
+_OURS = ("model", "messages", "stream", "stream_options", "td_round", "kv_transfer_params")
+
+
+def check(request: RoundRequest) -> None:
+    """What the types cannot say. Raises BadRequest."""
+    for agent, times in Counter(one.agent for one in request.agents).items():
+        if times > 1:
+            raise BadRequest(f"agents: {agent!r} stands {times} times, expected once", "agents")
+    for name in _OURS:
+        if name in request.completion:
+            raise BadRequest(f"completion.{name}: set by the server", f"completion.{name}")
+
+
+def messages(
+    request: RoundRequest, agent: RoundAgent, shared: Sequence[AgentOutput]
+) -> list[dict[str, str]]:
+    """What one agent reads. Silent agents are left out of the shared part."""
+    said = [output.text for output in shared if output.text]
+    if request.layout == "history_first":
+        system = [request.preamble, agent.system]
+        user = [agent.private, *said, agent.task]
+    else:
+        system = [request.preamble]
+        user = [*said, agent.system, agent.private, agent.task]
+    composed = [
+        {"role": role, "content": JOIN.join(part for part in parts if part)}
+        for role, parts in (("system", system), ("user", user))
+    ]
+    filled = [message for message in composed if message["content"]]
+    if not filled:
+        raise BadRequest(f"agents: {agent.agent!r} has nothing to read", "agents")
+    return filled
+
+
+def membership(request: RoundRequest, position: int) -> Membership:
+    """The place of the request's agent number `position` in the round."""
+    return Membership(
+        sim=SessionId(request.sim),
+        agent=AgentId(request.agents[position].agent),
+        round=request.round,
+        n_agents=len(request.agents),
+        deadline_ms=request.deadline_ms,
+        position=position,
+    )
+
+
+def decode_body(data: object, kind: type[Any], field: str | None = None) -> Any:
+    """Decode part of a client's body. `field` is its path there. Raises BadRequest."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        path = ((field or "") + where.removesuffix("`")).strip(".") or None
+        raise BadRequest(f"{path}: {what}" if path else what, field=path) from None

@@ -1,0 +1,291 @@
+"""The application: the one place that turns plain classes into Ray Serve deployments.
+
+serve run clusters/local.yaml ─► build(args) ─► Ingress ──┬─► RoundCoordinator × N ──┐
+                                                          ├──────────────────────────┤
+                                                          │    PrefillReplica × P ◄──┤
+                                                          │    DecodeReplica × D  ◄──┘
+                                                          └─► KVDirectory ◄── registered by both
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import metrics as ray_metrics
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from td_serve.config import (
+    CoordinatorSettings,
+    DeploymentConfig,
+    DispatchSettings,
+    EngineReplicaConfig,
+    ReplicaConfig,
+    decode,
+)
+from td_serve.coordinator import RoundCoordinator as Coordinator
+from td_serve.directory import KVDirectory as Directory
+from td_serve.dispatch import Dispatcher
+from td_serve.metrics import Meter, Metrics
+from td_serve.models.resolve import resolve
+from td_serve.serve.engines import RayEngines, replies, reply
+from td_serve.serve.http import make_http_app
+from td_serve.serve.replicas import EngineReplica
+from td_serve.types import (
+    Delta,
+    Epoch,
+    GenerateRequest,
+    ReplicaState,
+    RoundRecord,
+    SessionId,
+    pack,
+    unpack,
+)
+
+USER_CONFIG: dict[str, type[msgspec.Struct]] = {
+    "Ingress": DispatchSettings,
+    "RoundCoordinator": CoordinatorSettings,
+}
+"""The deployments with live tunables, and what their `user_config` decodes to."""
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The Serve application for a cluster file's `args`. Raises ConfigError, ModelError."""
+    config = decode(args, DeploymentConfig, path="args")
+    resolve(config.model)
+    plain = msgspec.to_builtins(config)
+    env = {"OMP_NUM_THREADS": str(config.frontend.cpu_threads), **config.env}
+    directory = _deployment(KVDirectory, config.directory, env).bind()
+    prefill, decode_ = (
+        _deployment(
+            kind,
+            role,
+            {**env, **config.engine_of(role, f"args.{name}").env},
+            health_check_period_s=2.0,
+        ).bind(plain, directory)
+        for kind, role, name in (
+            (PrefillReplica, config.prefill, "prefill"),
+            (DecodeReplica, config.decode, "decode"),
+        )
+    )
+    coordinator = _deployment(
+        RoundCoordinator,
+        config.coordinator,
+        env,
+        user_config=msgspec.to_builtins(CoordinatorSettings()),
+        # A session lives on one coordinator: another one knows nothing of its rounds.
+        request_router_config=RequestRouterConfig(
+            request_router_class=_CONSISTENT_HASHING,
+            request_router_kwargs={"num_fallback_replicas": 0},
+        ),
+    ).bind(prefill, decode_)
+    ingress = _deployment(
+        serve.ingress()(Ingress),
+        config.ingress,
+        env,
+        user_config=msgspec.to_builtins(DispatchSettings()),
+    )
+    return ingress.bind(plain, prefill, decode_, coordinator, directory)
+
+
+_CONSISTENT_HASHING = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+
+def _deployment(kind: Any, replica: ReplicaConfig, env: dict[str, str], **options: Any) -> Any:
+    """A Serve deployment of a plain class, on the resources that the cluster file gives it."""
+    if replica.autoscaling is None:
+        options["num_replicas"] = replica.num_replicas
+    else:
+        options["autoscaling_config"] = msgspec.to_builtins(replica.autoscaling)
+    return serve.deployment(
+        name=kind.__name__,
+        max_ongoing_requests=replica.max_ongoing_requests,
+        graceful_shutdown_timeout_s=replica.drain_timeout_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        # One line per call would drown everything else: there is a heartbeat every second.
+        logging_config=LoggingConfig(enable_access_log=False),
+        ray_actor_options={
+            "num_cpus": replica.num_cpus,
+            "num_gpus": replica.num_gpus,
+            "resources": replica.resources,
+            "runtime_env": {"env_vars": env},
+        },
+        **options,
+    )(kind)
+
+
+class KVDirectory:
+    """The directory, as one replica: soft state, rebuilt by those who register."""
+
+    def __init__(self) -> None:
+        _log_to_stderr()
+        self._directory = Directory()
+
+    async def register(self, packed: bytes) -> Epoch:
+        return self._directory.register(unpack(packed, ReplicaState))
+
+    async def replicas(self) -> list[bytes]:
+        return [pack(state) for state in self._directory.replicas()]
+
+
+class _EngineDeployment(EngineReplica):
+    """Starts its engine in the constructor, so that it is routed to only when it can serve."""
+
+    def __init__(self, role: Any, args: dict[str, Any], directory: DeploymentHandle) -> None:
+        # vLLM is imported here, in the replica's own process, after its environment is set.
+        from td_serve.engine.host import EngineHost
+
+        _log_to_stderr()
+        config = decode(args, DeploymentConfig, path="args")
+        replica: EngineReplicaConfig = getattr(config, role)
+        host = EngineHost.start(
+            role, resolve(config.model), config.engine_of(replica, f"args.{role}"), config.nixl
+        )
+
+        async def register(state: ReplicaState) -> Epoch:
+            return Epoch(await reply(directory.register.remote(pack(state))))
+
+        super().__init__(host, register, _metrics())
+
+    def __del__(self) -> None:
+        if hasattr(self, "_host"):
+            self.close()
+
+
+class PrefillReplica(_EngineDeployment):
+    """A prefill engine."""
+
+    def __init__(self, args: dict[str, Any], directory: DeploymentHandle) -> None:
+        super().__init__("prefill", args, directory)
+
+
+class DecodeReplica(_EngineDeployment):
+    """A decode engine."""
+
+    def __init__(self, args: dict[str, Any], directory: DeploymentHandle) -> None:
+        super().__init__("decode", args, directory)
+
+
+class RoundCoordinator:
+    """The coordinator; requests come here by consistent hashing on their session."""
+
+    def __init__(self, prefill: DeploymentHandle, decode_: DeploymentHandle) -> None:
+        _log_to_stderr()
+        self._coordinator = Coordinator(
+            RayEngines(prefill, decode_), CoordinatorSettings(), _metrics()
+        )
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        self._coordinator.configure(
+            decode(user_config, CoordinatorSettings, path="RoundCoordinator.user_config")
+        )
+
+    async def play(self, packed: bytes) -> AsyncGenerator[bytes, None]:
+        async for delta in self._coordinator.play(unpack(packed, GenerateRequest)):
+            yield pack(delta)
+
+    async def record(self, sim: SessionId, number: int, patience_s: float) -> bytes:
+        return pack(await self._coordinator.record(sim, number, patience_s))
+
+    async def forget(self, sim: SessionId) -> bool:
+        return self._coordinator.forget(sim)
+
+
+class _RemoteCoordinator:
+    """The coordinators behind one handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    def play(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        assert request.membership is not None
+        handle = self._handle.options(stream=True, session_id=request.membership.sim)
+        return replies(handle.play.remote(pack(request)), Delta)
+
+    async def record(self, sim: SessionId, number: int, patience_s: float) -> RoundRecord:
+        handle = self._handle.options(session_id=sim)
+        return unpack(await reply(handle.record.remote(sim, number, patience_s)), RoundRecord)
+
+    async def forget(self, sim: SessionId) -> bool:
+        return bool(await reply(self._handle.options(session_id=sim).forget.remote(sim)))
+
+
+class _RemoteDirectory:
+    """The directory behind its handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def replicas(self) -> list[ReplicaState]:
+        return [unpack(one, ReplicaState) for one in await reply(self._handle.replicas.remote())]
+
+
+class Ingress:
+    """HTTP in, requests out: members of rounds to the coordinator, the others straight on."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        args: dict[str, Any],
+        prefill: DeploymentHandle,
+        decode_: DeploymentHandle,
+        coordinator: DeploymentHandle,
+        directory: DeploymentHandle,
+    ) -> None:
+        from td_serve.engine.openai import OpenAIFrontend
+
+        _log_to_stderr()
+        config = decode(args, DeploymentConfig, path="args")
+        self._coordinator = _RemoteCoordinator(coordinator)
+        self._directory = _RemoteDirectory(directory)
+        self._dispatcher = Dispatcher(RayEngines(prefill, decode_), DispatchSettings(), _metrics())
+        self._frontend = await OpenAIFrontend.start(
+            resolve(config.model),
+            config.engine,
+            config.frontend,
+            config.frontend.served_model_name or config.model,
+            self._serve,
+        )
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        self._dispatcher.settings = decode(
+            user_config, DispatchSettings, path="Ingress.user_config"
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_http_app(self._frontend, self._coordinator, self._directory)
+
+    def _serve(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        if request.membership is not None:
+            return self._coordinator.play(request)
+        return self._dispatcher.generate(request)
+
+
+def _metrics() -> Metrics:
+    """Instruments of Ray's exporter."""
+
+    def histogram(name: str, text: str, bounds: Sequence[float]) -> Any:
+        return ray_metrics.Histogram(name, description=text, boundaries=list(bounds))
+
+    return Metrics(
+        Meter(
+            counter=lambda name, text: ray_metrics.Counter(name, description=text),
+            histogram=histogram,
+            gauge=lambda name, text: ray_metrics.Gauge(name, description=text),
+        )
+    )
+
+
+def _log_to_stderr() -> None:
+    """Our log lines go where Serve's go: the replica's own log, through its stderr."""
+    logger = logging.getLogger("td_serve")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)

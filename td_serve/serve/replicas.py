@@ -1,0 +1,115 @@
+"""An engine as a replica: packed requests in, packed answers out, and a pulse for the directory.
+
+Plain classes; `app` turns them into Serve deployments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Protocol
+
+from td_serve.errors import RequestError
+from td_serve.metrics import Metrics
+from td_serve.types import (
+    Delta,
+    Epoch,
+    GenerateRequest,
+    Handover,
+    MemberHandover,
+    ReplicaState,
+    RoundPrefill,
+    pack,
+    unpack,
+)
+
+log = logging.getLogger(__name__)
+
+PULSE_S = 1.0
+"""Seconds between two registrations with the directory."""
+
+
+class Host(Protocol):
+    """What a replica needs of an engine (`engine.host.EngineHost`)."""
+
+    async def prefill(self, request: GenerateRequest) -> Handover: ...
+
+    def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]: ...
+
+    def decode(
+        self, request: GenerateRequest, handover: Handover | None
+    ) -> AsyncGenerator[Delta, None]: ...
+
+    async def release(self, handover: Handover) -> None: ...
+
+    def state(self) -> ReplicaState: ...
+
+    async def check_health(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Register = Callable[[ReplicaState], Awaitable[Epoch]]
+
+
+class EngineReplica:
+    """Serves one engine, and registers it every second, so that a new directory learns of it."""
+
+    def __init__(self, host: Host, register: Register, metrics: Metrics) -> None:
+        self._host = host
+        self._register = register
+        self._metrics = metrics
+        self._epoch: Epoch | None = None
+        self._pulse: asyncio.Task[None] | None = None
+
+    async def prefill(self, packed: bytes) -> bytes:
+        return pack(await self._host.prefill(unpack(packed, GenerateRequest)))
+
+    async def prefill_round(self, packed: bytes) -> AsyncGenerator[bytes, None]:
+        parts = self._host.prefill_round(unpack(packed, RoundPrefill))
+        async with contextlib.aclosing(parts):
+            async for part in parts:
+                yield pack(part)
+
+    async def decode(self, packed: bytes, handover: bytes | None) -> AsyncGenerator[bytes, None]:
+        deltas = self._host.decode(
+            unpack(packed, GenerateRequest),
+            None if handover is None else unpack(handover, Handover),
+        )
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                yield pack(delta)
+
+    async def release(self, packed: bytes) -> None:
+        await self._host.release(unpack(packed, Handover))
+
+    async def check_health(self) -> None:
+        """Raises when the engine has died; Serve then replaces this replica."""
+        self.start_pulse()
+        await self._host.check_health()
+
+    def start_pulse(self) -> None:
+        """Begin to register. Needs a running event loop; calling it again changes nothing."""
+        if self._pulse is None:
+            self._pulse = asyncio.get_running_loop().create_task(self._beat())
+
+    def close(self) -> None:
+        """Stop the engine and the pulse. The directory forgets this replica when it misses it."""
+        if self._pulse is not None:
+            self._pulse.cancel()
+        self._host.close()
+
+    async def _beat(self) -> None:
+        while True:
+            try:
+                epoch = await self._register(self._host.state())
+            except RequestError as error:
+                log.warning("the directory does not answer: %s", error.message)
+            else:
+                if epoch != self._epoch:
+                    log.info("registered with directory epoch %d", epoch)
+                    self._metrics.directory_epoch.set(float(epoch))
+                    self._epoch = epoch
+            await asyncio.sleep(PULSE_S)

@@ -1,0 +1,289 @@
+"""Ids, and every struct that crosses a process.
+
+All are frozen and tagged; `pack` puts the wire version in front and `unpack` compares it before it
+decodes anything else, so that two releases in one cluster refuse each other with a clear error
+instead of misreading each other.
+
+Life of a request: a `GenerateRequest` (tokens in) is prefilled, which gives a `Handover` (where its
+KV is), and decoded, which gives a stream of `Delta`s (tokens and text out). A request that belongs
+to a round carries its `Membership`; the coordinator gathers those of one round into a `RoundPlan`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NewType, TypeVar
+
+import msgspec
+
+from td_serve.errors import TdServeError
+
+SessionId = NewType("SessionId", str)
+"""A simulation: agents that play rounds together (`sim` on the wire)."""
+AgentId = NewType("AgentId", str)
+RequestId = NewType("RequestId", str)
+ReplicaId = NewType("ReplicaId", str)
+"""An engine's name, new with every process: `prefill-<host>-<pid>-<random>`."""
+Epoch = NewType("Epoch", int)
+"""The birth number of a process whose memory others refer to."""
+SegmentKey = NewType("SegmentKey", str)
+"""Position-independent identity of a run of tokens: 128 bits, hexadecimal."""
+
+WIRE_VERSION = 1
+
+
+class WireVersionError(TdServeError):
+    """Two processes of one cluster speak different wire versions."""
+
+
+class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the wire structs: frozen, and strict about what they are decoded from."""
+
+
+# ------------------------------------------------------------------------------------ requests
+
+
+class Membership(_Wire, tag="membership", frozen=True, kw_only=True):
+    """A request's place in a round, as its client states it (`td_round`).
+
+    `round` and `n_agents` are None on the zero-change path, where the client cannot state them: the
+    coordinator then counts rounds itself and closes one when every agent it knows has joined.
+    `deadline_ms` counts from the first member's arrival; None means the deployment's default.
+    `position` is the agent's place in the round's one order, where somebody gave it one.
+    """
+
+    sim: SessionId
+    agent: AgentId
+    round: int | None = None
+    n_agents: int | None = None
+    deadline_ms: int | None = None
+    position: int | None = None
+
+
+class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
+    """One prompt to continue: tokens in.
+
+    `sampling` is the engine's own encoding of its sampling parameters; nobody but an engine opens
+    it. `hand_over` is False where the decode engine must see the whole prompt itself (prompt
+    log-probabilities), so that prefill on another engine would be wasted. `n` repeats what
+    `sampling` says of the number of continuations.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    sampling: bytes
+    n: int = 1
+    hand_over: bool = True
+    cache_salt: str | None = None
+    priority: int = 0
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    membership: Membership | None = None
+
+
+class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
+    """Where a finished prefill's KV is.
+
+    Whoever holds it owns the prefill engine's pin on those blocks, and must see them read (`decode`)
+    or given up (`release`); the engine's lease ends the pin if neither happens. `kv` is the
+    connector's own description and is opaque here. `cached_tokens` of the `prompt_tokens` were
+    found in the prefill engine's prefix cache, the rest was computed.
+    """
+
+    request_id: RequestId
+    replica: ReplicaId
+    kv: dict[str, Any]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class TokenLogprob(_Wire, frozen=True, kw_only=True):
+    """One candidate token at one position: natural log-probability, rank from 1 on."""
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+    text: str | None = None
+
+
+class ChoiceDelta(_Wire, frozen=True, kw_only=True):
+    """What one continuation gained since the last delta: tokens, their text, log-probabilities."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[list[TokenLogprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Delta(_Wire, tag="delta", frozen=True, kw_only=True):
+    """A step of a decode: what each of its continuations gained.
+
+    `prompt_logprobs` comes with the first delta, where it was asked for; its first entry is None
+    (nothing precedes the first token). `cached_tokens` counts the prompt tokens that
+    no engine computed.
+    """
+
+    choices: list[ChoiceDelta]
+    finished: bool
+    cached_tokens: int = 0
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+
+
+ADMITTED = Delta(choices=[], finished=False)
+"""The first delta of every decode: the decode engine has the request, and owns its handover."""
+
+
+# ------------------------------------------------------------------------------------ rounds
+
+
+class Mode(enum.Enum):
+    """How a member's prompt is prefilled."""
+
+    EXACT = "exact"
+    """An ordinary prefill of the prompt as sent. Always available."""
+    BLEND = "blend"
+    """One collective pass for the group: reused segments, selected tokens recomputed."""
+    SHARE = "share"
+    """Running requests reference the shared pages in the engine's own pool."""
+
+
+class Source(enum.Enum):
+    """Where the KV of a placed segment comes from."""
+
+    COMPUTE = "compute"
+    REUSE = "reuse"
+    READ = "read"
+
+
+class Placement(_Wire, frozen=True, kw_only=True):
+    """A run of a member's prompt, tokens [start, start + tokens), and where its KV comes from.
+
+    `segment` is None for tokens that are nobody else's and have no identity of their own.
+    """
+
+    segment: SegmentKey | None
+    start: int
+    tokens: int
+    source: Source = Source.COMPUTE
+
+
+class MemberPlan(_Wire, frozen=True, kw_only=True):
+    """One member of a planned round. `layout` covers its prompt without gap or overlap.
+
+    `reason` says why the member is served in this mode when another was asked for or expected.
+    """
+
+    agent: AgentId
+    request_id: RequestId
+    mode: Mode
+    prompt_tokens: int
+    layout: list[Placement]
+    reason: str | None = None
+
+
+class RoundPlan(_Wire, tag="round-plan", frozen=True, kw_only=True):
+    """A round as one unit of work: who takes part, and how each prompt is prefilled.
+
+    Carries ids only. `canonical` is the one order of the shared segments for all members.
+    `absent` are agents that were expected and had not joined at the deadline (a count: their names
+    are not known).
+    """
+
+    sim: SessionId
+    round: int
+    members: list[MemberPlan]
+    canonical: list[SegmentKey] = []
+    absent: int = 0
+
+
+class RoundPrefill(_Wire, tag="round-prefill", frozen=True, kw_only=True):
+    """What a prefill replica gets: the plan, and the members' requests in the plan's order."""
+
+    plan: RoundPlan
+    requests: list[GenerateRequest]
+
+
+class MemberHandover(_Wire, tag="member-handover", frozen=True, kw_only=True):
+    """One member's prefill is done (`handover`), or failed (`error`)."""
+
+    request_id: RequestId
+    handover: Handover | None = None
+    error: str | None = None
+
+
+class AgentOutput(_Wire, frozen=True, kw_only=True):
+    """What an agent put out in a round: text as the model wrote it, and its tokens."""
+
+    agent: AgentId
+    text: str
+    token_ids: list[int] = []
+
+
+class RoundRecord(_Wire, tag="round-record", frozen=True, kw_only=True):
+    """The outputs of a finished round, in the one order in which they are handed on."""
+
+    sim: SessionId
+    round: int
+    outputs: list[AgentOutput]
+
+
+# ------------------------------------------------------------------------------------ replicas
+
+
+class ReplicaState(_Wire, tag="replica-state", frozen=True, kw_only=True):
+    """What a replica tells the directory: who it is, its birth, what its engine holds right now.
+
+    `kv_usage` is the used share of the engine's KV pool, 0 to 1, blocks pinned for others included.
+    """
+
+    replica: ReplicaId
+    role: str
+    epoch: Epoch
+    host: str
+    nixl_port: int
+    transports: list[str]
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+
+
+Message = (
+    Membership
+    | GenerateRequest
+    | Handover
+    | Delta
+    | RoundPlan
+    | RoundPrefill
+    | MemberHandover
+    | RoundRecord
+    | ReplicaState
+)
+M = TypeVar("M", bound=Message)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def pack(message: Message) -> bytes:
+    """Encode `message` for another process: two bytes of wire version, then MessagePack."""
+    return WIRE_VERSION.to_bytes(2, "big") + _encoder.encode(message)
+
+
+def unpack(data: bytes, kind: type[M]) -> M:
+    """Decode a `kind` packed by another process.
+
+    Raises WireVersionError when the other process speaks another version or sent something else.
+    """
+    version = int.from_bytes(data[:2], "big")
+    if version != WIRE_VERSION:
+        raise WireVersionError(
+            f"wire version {version} from another process, expected {WIRE_VERSION}: "
+            "all replicas of a deployment must run the same td_serve"
+        )
+    message = _decoder.decode(data[2:])
+    if not isinstance(message, kind):
+        raise WireVersionError(f"got a {type(message).__name__}, expected a {kind.__name__}")
+    return message
