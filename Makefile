@@ -3,7 +3,7 @@ SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
 # An interpreter to build .venv with. scripts/setup.py says what is wrong if it is not 3.11.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c "" 2>/dev/null && echo $$p && break; done)
 EXTRA ?= cpu
 MODEL := smollm2-135m-instruct
 BIN := .venv/bin
@@ -32,7 +32,7 @@ bench: setup ## measure the server on this machine; writes bench.json
 	@$(BIN)/td-serve model fetch $(MODEL)
 	@$(BIN)/td-serve bench serve --json bench.json
 
-lmcache: setup ## add LMCache's storage backends (CPU: without the dependencies that would downgrade ours)
+lmcache: setup ## add LMCache's storage backends
 	@$(BIN)/python -m pip install --quiet --no-deps --constraint constraints-cpu.txt lmcache==0.5.6 sortedcontainers aiofile caio
 
 clean: ## stop what this checkout left running; remove .venv and caches

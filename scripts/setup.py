@@ -15,6 +15,7 @@ import base64
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -48,18 +49,27 @@ class SetupError(Exception):
 # ------------------------------------------------------------------ what the environment depends on
 
 
-def stamp_key(root: Path, extra: str, python: str = sys.version) -> str:
+def stamp_key(root: Path, extra: str, python: tuple[int, ...] = sys.version_info[:2]) -> str:
     """A digest of everything the environment is built from.
 
-    The checkout's path counts: a moved `.venv` still points at where it was built.
+    The checkout's path counts: a moved `.venv` still points at where it was built. Of
+    pyproject.toml only what installing reads does, not the linters' settings; of Python's version,
+    not the last part, so that a shell which finds another 3.11 does not rebuild everything.
     """
-    digest = hashlib.sha256()
-    for text in (extra, python, str(root)):
-        digest.update(text.encode() + b"\0")
-    for name in ("pyproject.toml", "constraints-cpu.txt", "scripts/setup.py"):
-        path = root / name
-        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    import tomllib  # here, since an older Python has to get as far as being told that it is one
+
+    pyproject = tomllib.loads((root / "pyproject.toml").read_text())
+    built_from = {
+        "extra": extra,
+        "python": python,
+        "root": str(root),
+        "build-system": pyproject.get("build-system"),
+        "project": pyproject.get("project"),
+        "setuptools": pyproject.get("tool", {}).get("setuptools"),
+        "constraints": (root / "constraints-cpu.txt").read_text(),
+        "script": (root / "scripts/setup.py").read_text(),
+    }
+    return hashlib.sha256(json.dumps(built_from, sort_keys=True).encode()).hexdigest()
 
 
 def is_current(venv: Path, key: str) -> bool:
@@ -234,13 +244,13 @@ def create_venv(env: Environment, extra: str) -> None:
 
 
 def works(env: Environment) -> bool:
-    """Whether the environment's Python starts and has pip."""
-    command = [str(env.python), "-c", "import pip, sys; print(sys.version)"]
+    """Whether the environment's Python starts, is the right one, and has pip."""
+    command = [str(env.python), "-c", "import pip, sys; print(*sys.version_info[:2])"]
     try:
         child = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return False
-    return child.returncode == 0 and child.stdout.strip() == sys.version.strip()
+    return child.returncode == 0 and child.stdout.split() == [str(part) for part in PYTHON]
 
 
 def install_packages(env: Environment, extra: str) -> None:

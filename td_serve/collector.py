@@ -204,9 +204,11 @@ class Session:
     def _implicit_round(self, membership: Membership, now: float, patience_s: float) -> Round:
         """The round that the zero-change path means: the open one, unless the agent is in it."""
         current = self._implicit_open
-        if current is not None and not current.closed and membership.agent not in current.members:
-            return current
         expected = len(self._known_agents | {membership.agent})
+        if current is not None and not current.closed and membership.agent not in current.members:
+            if current.expected is not None:
+                current.expected = expected  # a newcomer is one more, and takes nobody's place
+            return current
         first = not self._known_agents
         number = max(self.rounds, default=-1) + 1
         self._implicit_open = self._open(number, None if first else expected, now, patience_s)

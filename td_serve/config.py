@@ -185,9 +185,14 @@ def decode(value: object, kind: type[T], *, path: str) -> T:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         # msgspec says "Expected `int`, got `str` - at `$.engine.seed`".
-        what, _, where = str(error).partition(" - at `$")
-        place = path + where.removesuffix("`")
-        raise ConfigError(f"{place}: {what}, got {lookup(value, where)!r}") from None
+        # And of a mapping's key "- at `key` in `$.env`".
+        what, _, place = str(error).partition(" - at ")
+        where = place.rpartition("`$")[2].removesuffix("`")
+        if place.startswith("`key`"):
+            what = f"a key: {what}"
+        # In a mapping msgspec does not say under which key, so there is no value to show.
+        got = "" if "[...]" in where else f", got {_lookup(value, where)!r}"
+        raise ConfigError(f"{path}{where}: {what}{got}") from None
 
 
 def unknown_keys(value: object, kind: Any, path: str) -> list[tuple[str, str, list[str]]]:
@@ -217,12 +222,11 @@ def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
     return None
 
 
-def lookup(value: Any, dotted: str) -> Any:
+def _lookup(value: Any, path: str) -> Any:
     """The part of `value` at msgspec's path (`.engine.seed`, `.port_range[0]`)."""
-    for step in dotted.replace("[", ".[").strip(".").split("."):
+    for step in path.replace("[", ".[").strip(".").split("."):
         if step.startswith("["):
-            index = step.strip("[]")
-            value = value[int(index)] if index.isdigit() else next(iter(value.values()))
+            value = value[int(step.strip("[]"))]
         elif step and isinstance(value, Mapping):
             value = value.get(step)
     return value

@@ -173,10 +173,14 @@ class RoundCoordinator:
             self._sessions[admission.round.sim].leave(admission.round, member)
         elif member.state is MemberState.RUNNING:
             member.state = MemberState.FAILED
-        self._progress.set()
-        self._progress = asyncio.Event()
+        self._tell()
         if admission.alone is None and admission.round.is_finished:
             self._metrics.round_seconds.observe(self._clock() - admission.round.opened_at)
+
+    def _tell(self) -> None:
+        """Wake those who wait for a round to finish."""
+        self._progress.set()
+        self._progress = asyncio.Event()
 
     def _session(self, sim: SessionId) -> Session:
         """The session of `sim`, made if new; the least recently used idle ones go first."""
@@ -217,6 +221,7 @@ class RoundCoordinator:
         finally:
             members = round_.close()
             del self._full[id(round_)]
+            self._tell()  # a round that all have left is finished
         plan = plan_round(round_, members)
         log.info(
             "round %s of sim %r: %d members, %d absent",

@@ -64,7 +64,8 @@ class Dispatcher:
         Raises BadRequest, or Unavailable when every attempt failed before the first output, or
         EngineFailure when an engine failed after it.
         """
-        for attempt in range(1, self.settings.attempts + 1):
+        attempts = self.settings.attempts  # may change under way
+        for attempt in range(1, attempts + 1):
             delivered = False
             delta: Delta | None = None
             try:
@@ -83,7 +84,7 @@ class Dispatcher:
                     raise EngineFailure(
                         f"request {request.request_id} broke off in mid-answer: {error.message}"
                     ) from error
-                if attempt == self.settings.attempts:
+                if attempt == attempts:
                     raise Unavailable(
                         f"request {request.request_id} failed {attempt} times: {error.message}"
                     ) from error

@@ -21,8 +21,9 @@ from td_serve.types import AgentId, AgentOutput, Membership, SessionId
 JOIN = "\n\n"
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Index = Annotated[int, msgspec.Meta(ge=0)]
+# Numbers that every process and every JSON parser can hold.
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**53 - 1)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -283,7 +283,10 @@ def unpack(data: bytes, kind: type[M]) -> M:
             f"wire version {version} from another process, expected {WIRE_VERSION}: "
             "all replicas of a deployment must run the same td_serve"
         )
-    message = _decoder.decode(data[2:])
+    try:
+        message = _decoder.decode(data[2:])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireVersionError(f"got no {kind.__name__} that can be decoded: {error}") from None
     if not isinstance(message, kind):
         raise WireVersionError(f"got a {type(message).__name__}, expected a {kind.__name__}")
     return message

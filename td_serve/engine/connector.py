@@ -36,7 +36,7 @@ def _progress_delay(delay_us: int) -> Iterator[None]:
     """Agents made within get this delay, whatever the Python API sets."""
     bindings = nixl_api.nixlBind
 
-    class AgentConfig(bindings.nixlAgentConfig):  # type: ignore[misc,name-defined]
+    class AgentConfig(bindings.nixlAgentConfig):  # type: ignore[name-defined]
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, delay_us if name == "pthrDelay" else value)
 

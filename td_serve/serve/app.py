@@ -48,6 +48,9 @@ from td_serve.types import (
     unpack,
 )
 
+DEPLOYMENTS = ("Ingress", "RoundCoordinator", "PrefillReplica", "DecodeReplica", "KVDirectory")
+"""The deployments of an application, by name."""
+
 USER_CONFIG: dict[str, type[msgspec.Struct]] = {
     "Ingress": DispatchSettings,
     "RoundCoordinator": CoordinatorSettings,

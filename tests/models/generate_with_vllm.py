@@ -1,6 +1,6 @@
-"""Print, as JSON on the last line, vLLM's greedy continuation: MODEL_DIR PROMPT_TOKEN_IDS.
+"""Print, as JSON on the last line, vLLM's greedy continuations: PROMPT_TOKEN_IDS MODEL_DIR...
 
-A process of its own: an engine in the tests' process would keep its memory and thread settings.
+A process of its own: engines in the tests' process would keep its memory and thread settings.
 """
 
 import json
@@ -15,25 +15,29 @@ os.environ.update(
 )
 
 
-def main(path: str, prompt: list[int], new_tokens: int = 16) -> None:
-    """Start an engine on `path`, float32, and continue `prompt`."""
+def main(prompt: list[int], paths: list[str], new_tokens: int = 16) -> None:
+    """Start an engine on each of `paths` in turn, float32, and continue `prompt`."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    engine = LLM(
-        path,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        compilation_config={"custom_ops": ["-rotary_embedding"]},
-    )
-    (output,) = engine.generate(
-        TokensPrompt(prompt_token_ids=prompt),
-        SamplingParams(temperature=0, max_tokens=new_tokens),
-        use_tqdm=False,
-    )
-    print(json.dumps(list(output.outputs[0].token_ids)))
+    continuations = []
+    for path in paths:
+        engine = LLM(
+            path,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            compilation_config={"custom_ops": ["-rotary_embedding"]},
+        )
+        (output,) = engine.generate(
+            TokensPrompt(prompt_token_ids=prompt),
+            SamplingParams(temperature=0, max_tokens=new_tokens),
+            use_tqdm=False,
+        )
+        continuations.append(list(output.outputs[0].token_ids))
+        del engine
+    print(json.dumps(continuations))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(json.loads(sys.argv[1]), sys.argv[2:])

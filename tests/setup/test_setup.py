@@ -11,7 +11,11 @@ from types import ModuleType
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "setup.py"
-INPUTS = ("pyproject.toml", "constraints-cpu.txt", "scripts/setup.py")
+INPUTS = {
+    "pyproject.toml": "[project]\nversion = '1'\n[tool.ruff]\nline-length = 100\n",
+    "constraints-cpu.txt": "ray==1\n",
+    "scripts/setup.py": "print()\n",
+}
 
 
 def load() -> ModuleType:
@@ -30,10 +34,10 @@ setup = load()
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A folder with the files that the stamp depends on."""
-    for name in INPUTS:
+    for name, text in INPUTS.items():
         path = tmp_path / "checkout" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
+        path.write_text(text)
     return tmp_path / "checkout"
 
 
@@ -57,18 +61,21 @@ class TestStamp:
     def test_it_changes_with_everything_the_environment_is_built_from(
         self, checkout: Path, tmp_path: Path
     ) -> None:
-        keys = {setup.stamp_key(checkout, "cpu", "3.11.7")}
-        keys.add(setup.stamp_key(checkout, "cuda", "3.11.7"))
-        keys.add(setup.stamp_key(checkout, "cpu", "3.11.8"))
-        for name in INPUTS:
-            (checkout / name).write_text("changed")
-            keys.add(setup.stamp_key(checkout, "cpu", "3.11.7"))
+        keys = {setup.stamp_key(checkout, "cpu", (3, 11))}
+        keys.add(setup.stamp_key(checkout, "cuda", (3, 11)))
+        keys.add(setup.stamp_key(checkout, "cpu", (3, 12)))
+        for name, text in INPUTS.items():
+            (checkout / name).write_text(text.replace("1", "2").replace("()", "(2)"))
+            keys.add(setup.stamp_key(checkout, "cpu", (3, 11)))
         moved = checkout.rename(tmp_path / "moved")
-        keys.add(setup.stamp_key(moved, "cpu", "3.11.7"))
+        keys.add(setup.stamp_key(moved, "cpu", (3, 11)))
         assert len(keys) == 7
 
-    def test_it_does_not_change_by_itself(self, checkout: Path) -> None:
-        assert setup.stamp_key(checkout, "cpu") == setup.stamp_key(checkout, "cpu")
+    def test_it_does_not_change_with_the_linters_settings(self, checkout: Path) -> None:
+        before = setup.stamp_key(checkout, "cpu")
+        text = INPUTS["pyproject.toml"]
+        (checkout / "pyproject.toml").write_text(text.replace("100", "99"))
+        assert setup.stamp_key(checkout, "cpu") == before
 
     def test_it_counts_only_whole_and_beside_a_python(self, checkout: Path) -> None:
         venv = checkout / ".venv"

@@ -1,0 +1,42 @@
+"""`td-serve check FILE…`: are these cluster files right?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from td_serve.errors import ConfigError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "check",
+        help="check cluster files strictly",
+        description="Check cluster files: every key, at every level, against what Ray Serve and "
+        "td_serve know. Exits with 2 when one is wrong.",
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.set_defaults(func=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a line for each file; returns 2 when one is wrong, 0 else."""
+    from td_serve.serve.check import check_file
+
+    wrong = 0
+    for path in arguments.files:
+        try:
+            configs = check_file(path)
+        except ConfigError as error:
+            print(f"td-serve: error: {error}", file=sys.stderr)
+            wrong += 1
+        else:
+            for config in configs:
+                print(
+                    f"{path}: ok: {config.model}, {config.prefill.num_replicas} prefill, "
+                    f"{config.decode.num_replicas} decode"
+                )
+            if not configs:
+                print(f"{path}: ok, but no application of it is td_serve's")
+    return 2 if wrong else 0

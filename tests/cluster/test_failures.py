@@ -1,0 +1,166 @@
+"""Clients that go away, and replicas that die, for real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.cluster.harness import Cluster, wait_for
+from tests.cluster.test_exactness import expected_chat
+from tests.conftest import MODEL
+
+pytestmark = pytest.mark.cluster
+
+LONG = "The ferry keeper tells of the flood, and the children listen. " * 40
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> Any:
+    async with openai.AsyncOpenAI(
+        base_url=cluster.url, api_key="none", max_retries=0, timeout=180
+    ) as client:
+        yield client
+
+
+async def stream(
+    client: openai.AsyncOpenAI, text: str, max_tokens: int, started: asyncio.Event | None = None
+) -> str:
+    """A streamed answer; sets `started` with its first piece."""
+    said = ""
+    async for chunk in await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": text}],
+        temperature=0,
+        max_tokens=max_tokens,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ):
+        said += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        if started is not None and said:
+            started.set()
+    return said
+
+
+async def test_two_hundred_cancelled_streams(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    """Cut off at any moment, before, during and after prefill, alone and in rounds."""
+    draw = random.Random(7)
+    busy: list[dict[str, Any]] = []
+
+    async def one(number: int) -> None:
+        place = {"sim": f"c{number // 4}", "round": 0, "agent": f"a{number % 4}", "n_agents": 4}
+        in_round = number % 2 == 0
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": f"{number}: " + "word " * draw.randint(1, 300)}],
+            max_tokens=400,
+            stream=True,
+            extra_body={"td_round": {**place, "n_agents": 2}} if in_round else {},
+        )
+        async for _ in answer:
+            pass
+
+    async def watch() -> None:
+        while True:
+            busy.extend(await asyncio.to_thread(cluster.replicas))
+            await asyncio.sleep(0.5)
+
+    watcher = asyncio.create_task(watch())
+    for batch in range(0, 200, 40):
+        tasks = [asyncio.create_task(one(batch + number)) for number in range(40)]
+        for task in tasks:
+            asyncio.get_running_loop().call_later(draw.uniform(0, 6), task.cancel)
+        await asyncio.gather(*tasks, return_exceptions=True)
+    watcher.cancel()
+    assert any(state["running"] for state in busy), "no engine was busy: nothing was tested"
+    assert any(state["kv_usage"] > 0 for state in busy)
+    await asyncio.to_thread(cluster.wait_until_idle)
+
+
+async def test_a_client_that_leaves_a_whole_answer(cluster: Cluster) -> None:
+    async with httpx.AsyncClient(timeout=2) as http:
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(
+                f"{cluster.url}/chat/completions",
+                json={
+                    "model": MODEL,
+                    "messages": [{"role": "user", "content": "Leave."}],
+                    "max_tokens": 2000,
+                    "ignore_eos": True,
+                },
+            )
+    # 2000 tokens take minutes: the engines are idle long before only if the request was cancelled.
+    await asyncio.to_thread(cluster.wait_until_idle, 20)
+
+
+@pytest.mark.parametrize("victim", ["DecodeReplica", "PrefillReplica"])
+async def test_a_replica_is_killed_while_it_works(
+    cluster: Cluster, client: openai.AsyncOpenAI, plain: Any, victim: str
+) -> None:
+    """What had put out something breaks off clearly; the rest is served by the next replica."""
+    started = asyncio.Event()
+    speaking = asyncio.create_task(stream(client, "Tell a long story.", 800, started))
+    await asyncio.wait_for(started.wait(), 120)
+    # Not started yet when the replica dies: its prompt is long, and nobody has it cached.
+    pending = asyncio.create_task(stream(client, f"{victim}: {LONG}", 24))
+    await asyncio.sleep(1.0)
+    born = {state["epoch"] for state in cluster.replicas()}
+    cluster.kill(victim)
+    if victim == "DecodeReplica":
+        with pytest.raises(openai.APIError, match="broke off in mid-answer"):
+            await speaking
+    else:
+        # Its prompt has been handed over: the prefill replica is not needed any more.
+        assert await speaking
+    expected, tokens = expected_chat(plain, f"{victim}: {LONG}")
+    assert await pending == expected
+    assert len(tokens) == 24
+    await asyncio.to_thread(wait_for, cluster.is_running, 120, "recovery")
+    wait_for(lambda: len(cluster.replicas()) == 2, 60, lambda: f"2 replicas: {cluster.replicas()}")
+    assert len({state["epoch"] for state in cluster.replicas()} - born) == 1
+    await asyncio.to_thread(cluster.wait_until_idle)
+    assert await stream(client, f"{victim}: {LONG}", 24) == expected
+
+
+async def test_pins_end_when_the_decode_replica_dies_before_it_reads(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    """Prefill finishes with nobody to read it: given up, or at the latest ended by the lease."""
+    cluster.kill("DecodeReplica")
+    waiting = asyncio.create_task(stream(client, f"Pins: {LONG}", 8))
+    wait_for(
+        lambda: any(s["role"] == "prefill" and s["kv_usage"] > 0 for s in cluster.replicas()),
+        60,
+        lambda: f"a pinned prefill: {cluster.replicas()}",
+    )
+    assert await waiting
+    await asyncio.to_thread(wait_for, cluster.is_running, 120, "recovery")
+    await asyncio.to_thread(cluster.wait_until_idle)
+
+
+async def test_an_engine_dies_under_its_replica(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    """The replica notices at its next health check, and is replaced; no process is left over."""
+    (replica,) = cluster.pids("DecodeReplica")
+    engines = [
+        child
+        for child in psutil.Process(replica).children(recursive=True)
+        if "Engine" in child.name()
+    ]
+    assert engines
+    for engine in engines:
+        os.kill(engine.pid, signal.SIGKILL)
+    answer = await stream(client, "Say something after the crash.", 8)
+    assert answer
+    await asyncio.to_thread(wait_for, cluster.is_running, 120, "recovery")
+    assert cluster.pids("DecodeReplica") != [replica]
+    assert not any(engine.is_running() and engine.status() != "zombie" for engine in engines)
+    await asyncio.to_thread(cluster.wait_until_idle)

@@ -1,0 +1,78 @@
+"""Fixtures for all tests: the real model, a plain engine to compare with, a real deployment.
+
+Expensive ones live for the session and are made when first asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before anything imports torch or vLLM: one thread for each engine, all in this process, no hub.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+from tests.cluster.harness import Cluster, cluster_file
+
+MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The real small model; `make test` fetches it first."""
+    from td_serve.models.resolve import resolve
+
+    return Path(resolve(MODEL))
+
+
+@pytest.fixture(scope="session")
+def plain(model_dir: Path) -> Any:
+    """One plain vLLM engine (`vllm.LLM`) in this process: what the deployment must agree with."""
+    from vllm import LLM
+
+    return LLM(
+        model=str(model_dir),
+        dtype="float32",
+        max_model_len=4096,
+        block_size=32,
+        enforce_eager=True,
+        kv_cache_memory_bytes=2**28,
+    )
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """clusters/local.yaml, deployed: one prefill and one decode replica, float32."""
+    data = cluster_file(
+        engine={"max_model_len": 4096, "kv_cache_gib": 0.5},
+        # Short enough for a test to see a lease end.
+        nixl={"lease_s": 10},
+    )
+    # Long enough for three clients on a busy machine.
+    tunables = data["applications"][0]["deployments"][0]["user_config"]
+    tunables["implicit_window_ms"] = 2000
+    with Cluster() as cluster:
+        cluster.deploy(data)
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def deployment_url(cluster: Cluster) -> str:
+    """The OpenAI base URL of `cluster`."""
+    return cluster.url
+
+
+@pytest.fixture(scope="session")
+def deployment_model_dir(model_dir: Path) -> Path:
+    """The model that `cluster` serves."""
+    return model_dir

@@ -1,0 +1,310 @@
+"""Configuration: strict at any depth, and an error says where, what stood there and what would do."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from td_serve.config import (
+    AutoscalingConfig,
+    CoordinatorSettings,
+    DeploymentConfig,
+    DispatchSettings,
+    EngineConfig,
+    EngineReplicaConfig,
+    FrontendConfig,
+    NixlConfig,
+    ReplicaConfig,
+    decode,
+    unknown_keys,
+)
+from td_serve.errors import ConfigError
+
+Path = tuple[str, ...]
+
+whole = {
+    **msgspec.to_builtins(DeploymentConfig(model="m")),
+    "ingress": msgspec.to_builtins(ReplicaConfig(autoscaling=AutoscalingConfig())),
+    "prefill": msgspec.to_builtins(EngineReplicaConfig(autoscaling=AutoscalingConfig())),
+}
+"""A deployment in plain data with every struct present."""
+
+FREE = {("env",), ("engine", "env"), ("engine", "extra"), ("nixl", "env")} | {
+    (role, name) for role in ("ingress", "coordinator", "directory") for name in ("resources",)
+} | {(role, name) for role in ("prefill", "decode") for name in ("resources", "engine")}
+"""Maps whose keys are not ours: the environment's, vLLM's, Ray's. A role's `engine` is checked by
+`engine_of`, where it meets the deployment's."""
+
+
+def tables(value: object, path: Path = ()) -> Iterator[Path]:
+    """The paths of all mappings in `value` whose keys are ours."""
+    if isinstance(value, dict) and path not in FREE:
+        yield path
+        for key, item in value.items():
+            yield from tables(item, (*path, key))
+
+
+def at(value: Any, path: Path) -> Any:
+    for step in path:
+        value = value[step]
+    return value
+
+
+def copy() -> Any:
+    return msgspec.json.decode(msgspec.json.encode(whole))
+
+
+def dotted(*path: str) -> str:
+    return ".".join(("args", *path))
+
+
+def refusal(value: object, kind: type[msgspec.Struct] = DeploymentConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        decode(value, kind, path="args")
+    return str(caught.value)
+
+
+def test_every_table_of_a_deployment_is_covered_here() -> None:
+    assert {(), ("engine",), ("nixl",), ("frontend",), ("ingress", "autoscaling")} <= set(
+        tables(whole)
+    )
+    assert msgspec.to_builtins(decode(copy(), DeploymentConfig, path="args")) == whole
+
+
+@pytest.mark.parametrize("path", list(tables(whole)), ids=lambda path: dotted(*path))
+def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path: Path) -> None:
+    for name in at(whole, path):
+        if name == "model":
+            continue  # taking it away is another fault
+        value = copy()
+        table = at(value, path)
+        misspelt = name[:-1] + "xx"
+        table[misspelt] = table.pop(name)
+        message = refusal(value)
+        assert message.startswith(f"{dotted(*path, misspelt)}: unknown key {misspelt!r}, ")
+        assert f"did you mean {name!r}?" in message or len(name) <= 4
+
+
+@pytest.mark.parametrize("path", list(tables(whole)), ids=lambda path: dotted(*path))
+def test_a_key_like_no_other_is_refused_with_all_valid_names(path: Path) -> None:
+    value = copy()
+    at(value, path)["zzzzzz"] = 1
+    message = refusal(value)
+    assert message.startswith(f"{dotted(*path, 'zzzzzz')}: unknown key 'zzzzzz', valid keys are ")
+    assert message.endswith(", ".join(sorted(at(whole, path))))
+
+
+@pytest.mark.parametrize("path", list(tables(whole)), ids=lambda path: dotted(*path))
+def test_a_wrong_type_is_refused_with_path_and_value(path: Path) -> None:
+    wrong = [{"odd": "one"}, "odd one", ["odd", "one"]]
+    for name, right in at(whole, path).items():
+        value = copy()
+        odd = next(o for o in wrong if not isinstance(o, type(right)) and (right or o != "odd one"))
+        if right is None:
+            odd = ["odd", "one"]
+        at(value, path)[name] = odd
+        message = refusal(value)
+        assert message.startswith(f"{dotted(*path, name)}: Expected ")
+        assert message.endswith(f"got {odd!r}")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"model": 1}, "args.model: Expected `str`, got `int`, got 1"),
+        ({}, "args: Object missing required field `model`, got {}"),
+        ("x", "args: Expected `object`, got `str`, got 'x'"),
+        ({"model": "m", "engine": None}, "args.engine: Expected `object`, got `null`, got None"),
+        (
+            {"model": "m", "engine": {"seed": -1}},
+            "args.engine.seed: Expected `int` >= 0, got -1",
+        ),
+        (
+            {"model": "m", "nixl": {"port_range": [20000, 70000]}},
+            "args.nixl.port_range[1]: Expected `int` <= 65535, got 70000",
+        ),
+        (
+            {"model": "m", "nixl": {"port_range": [20000]}},
+            "args.nixl.port_range: Expected `array` of length 2, got 1, got [20000]",
+        ),
+        (
+            {"model": "m", "nixl": {"require_transports": ["tcp", 3]}},
+            "args.nixl.require_transports[1]: Expected `str`, got `int`, got 3",
+        ),
+        ({"model": "m", "env": {"A": 1}}, "args.env[...]: Expected `str`, got `int`"),
+        (
+            {"model": "m", "env": {1: "a"}},
+            "args.env: a key: Expected `str`, got `int`, got {1: 'a'}",
+        ),
+        (
+            {"model": "m", "ingress": {"autoscaling": {"max_replicas": 0}}},
+            "args.ingress.autoscaling.max_replicas: Expected `int` >= 1, got 0",
+        ),
+    ],
+)
+def test_faults_are_told_in_full(value: object, expected: str) -> None:
+    assert refusal(value) == expected
+
+
+@pytest.mark.parametrize("kind", [CoordinatorSettings, DispatchSettings])
+def test_live_tunables_are_as_strict(kind: type[msgspec.Struct]) -> None:
+    assert "args.deadlin_ms: unknown key 'deadlin_ms'" in refusal({"deadlin_ms": 1}, kind)
+    assert decode({}, kind, path="args") == kind()
+
+
+def test_tunables_within_tunables_are_checked() -> None:
+    message = refusal({"dispatch": {"attempt": 2}}, CoordinatorSettings)
+    assert message == "args.dispatch.attempt: unknown key 'attempt', did you mean 'attempts'?"
+
+
+def test_all_unknown_keys_can_be_listed() -> None:
+    value = {"model": "m", "a": 1, "engine": {"b": 2}, "prefill": {"autoscaling": {"c": 3}}}
+    found = [path for path, _, _ in unknown_keys(value, DeploymentConfig, "args")]
+    assert found == ["args.a", "args.engine.b", "args.prefill.autoscaling.c"]
+
+
+# ------------------------------------------------------------------------------------ engine_of
+
+
+def test_a_role_overrides_single_fields_of_the_engine() -> None:
+    config = decode(
+        {
+            "model": "m",
+            "engine": {"dtype": "float32", "max_model_len": 100, "seed": 7},
+            "prefill": {"engine": {"max_model_len": 200}},
+        },
+        DeploymentConfig,
+        path="args",
+    )
+    assert config.engine_of(config.prefill, "args.prefill") == EngineConfig(
+        dtype="float32", max_model_len=200, seed=7
+    )
+    assert config.engine_of(config.decode, "args.decode") == config.engine
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            {"max_model_length": 1},
+            "args.decode.engine.max_model_length: unknown key 'max_model_length', "
+            "did you mean 'max_model_len'?",
+        ),
+        ({"seed": "7"}, "args.decode.engine.seed: Expected `int`, got `str`, got '7'"),
+        ({"block_size": 0}, "args.decode.engine.block_size: Expected `int` >= 1, got 0"),
+    ],
+)
+def test_a_roles_overrides_are_checked_under_their_own_path(
+    override: dict[str, Any], expected: str
+) -> None:
+    config = DeploymentConfig(model="m", decode=EngineReplicaConfig(engine=override))
+    with pytest.raises(ConfigError) as caught:
+        config.engine_of(config.decode, "args.decode")
+    assert str(caught.value) == expected
+
+
+# ------------------------------------------------------------------------------------ round trip
+
+words = st.text(max_size=6)
+positive = st.integers(1, 2**31)
+seconds = st.floats(0.001, 1e6)
+env = st.dictionaries(words, words, max_size=2)
+resources = st.dictionaries(words, st.floats(0, 1e3), max_size=2)
+
+
+def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.none() | strategy
+
+
+engine_fields: dict[str, st.SearchStrategy[Any]] = {
+    "dtype": words,
+    "max_model_len": maybe(positive),
+    "block_size": positive,
+    "kv_cache_gib": maybe(seconds),
+    "max_num_seqs": maybe(positive),
+    "max_num_batched_tokens": maybe(positive),
+    "tensor_parallel_size": positive,
+    "enforce_eager": st.booleans(),
+    "enable_prefix_caching": st.booleans(),
+    "seed": st.integers(0, 2**31),
+    "extra": st.dictionaries(words, st.integers() | words, max_size=2),
+    "env": env,
+}
+overrides = st.fixed_dictionaries({}, optional=engine_fields)
+scaling = st.builds(
+    AutoscalingConfig,
+    min_replicas=st.integers(0, 9),
+    max_replicas=positive,
+    target_ongoing_requests=seconds,
+    upscale_delay_s=seconds,
+    downscale_delay_s=seconds,
+)
+replica_fields: dict[str, st.SearchStrategy[Any]] = {
+    "num_replicas": positive,
+    "autoscaling": maybe(scaling),
+    "num_cpus": st.floats(0, 64),
+    "num_gpus": st.floats(0, 8),
+    "resources": resources,
+    "max_ongoing_requests": positive,
+    "drain_timeout_s": seconds,
+}
+replicas = st.builds(ReplicaConfig, **replica_fields)
+engine_replicas = st.builds(EngineReplicaConfig, engine=overrides, **replica_fields)
+ports = st.integers(1024, 65535)
+configs = st.builds(
+    DeploymentConfig,
+    model=words,
+    name=words,
+    engine=st.builds(EngineConfig, **engine_fields),
+    nixl=st.builds(
+        NixlConfig,
+        backend=words,
+        host=maybe(words),
+        port_range=st.tuples(ports, ports),
+        env=env,
+        require_transports=st.lists(words, max_size=2),
+        lease_s=positive,
+        progress_delay_us=st.integers(0, 10**6),
+    ),
+    frontend=st.builds(
+        FrontendConfig,
+        served_model_name=maybe(words),
+        chat_template=maybe(words),
+        enable_auto_tool_choice=st.booleans(),
+        cpu_threads=positive,
+    ),
+    ingress=replicas,
+    coordinator=replicas,
+    directory=replicas,
+    prefill=engine_replicas,
+    decode=engine_replicas,
+    env=env,
+)
+tunables = st.builds(
+    CoordinatorSettings,
+    deadline_ms=positive,
+    max_deadline_ms=positive,
+    implicit_window_ms=positive,
+    rounds_kept=positive,
+    sessions_kept=positive,
+    dispatch=st.builds(
+        DispatchSettings, attempts=positive, retry_backoff_s=st.floats(0, 1e6)
+    ),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(configs | tunables)
+def test_plain_data_decodes_to_what_it_came_from(config: msgspec.Struct) -> None:
+    assert decode(msgspec.to_builtins(config), type(config), path="args") == config
+
+
+@settings(max_examples=50, deadline=None)
+@given(configs)
+def test_a_roles_engine_is_the_deployments_but_for_its_overrides(config: DeploymentConfig) -> None:
+    merged = msgspec.to_builtins(config.engine_of(config.prefill, "args.prefill"))
+    base = msgspec.to_builtins(config.engine)
+    assert merged == {**base, **config.prefill.engine}

@@ -1,0 +1,589 @@
+"""Rounds, run: one unit when all is well, and each member for itself when something is not."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from td_serve.config import CoordinatorSettings, DispatchSettings
+from td_serve.coordinator import RoundCoordinator
+from td_serve.errors import (
+    BadRequest,
+    EngineFailure,
+    RequestError,
+    RoundConflict,
+    Unavailable,
+)
+from td_serve.types import GenerateRequest, Mode, SessionId
+from tests.fakes import FakeEngines, Pin, Point, Recorder, make_request, settle, texts_of
+
+VILLAGE = SessionId("village")
+GONE = Unavailable("the replica has gone")
+WRONG = BadRequest("the prompt is too long", field="prompt")
+BROKEN = EngineFailure("the engine failed")
+SOON_MS = 2
+"""A deadline that passes while a test waits for it."""
+
+
+class Clock:
+    """Stands still unless it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig:
+    """A coordinator on fake engines."""
+
+    def __init__(self, **tunables: int) -> None:
+        self.engines = FakeEngines()
+        self.recorder = Recorder()
+        self.clock = Clock()
+        self.coordinator = RoundCoordinator(
+            self.engines, settings_of(**tunables), self.recorder.metrics, self.clock
+        )
+
+    async def play(self, request: GenerateRequest) -> str:
+        """One member's whole answer."""
+        text = ""
+        deltas = self.coordinator.play(request)
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                text += "".join(choice.text for choice in delta.choices)
+        return text
+
+    def start(self, request: GenerateRequest) -> "asyncio.Task[str]":
+        return asyncio.create_task(self.play(request))
+
+    async def play_all(self, *requests: GenerateRequest) -> list[str | BaseException]:
+        tasks = [self.start(request) for request in requests]
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    def members(self) -> list[list[str]]:
+        """The agents of every round that was prefilled as one unit."""
+        return [[member.agent for member in work.plan.members] for work in self.engines.rounds]
+
+    async def end(self) -> None:
+        """Nothing is held, nothing is under way, and nothing runs on."""
+        await self.coordinator.drain()
+        self.coordinator.check_integrity()
+        self.engines.check_integrity()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def settings_of(**tunables: int) -> CoordinatorSettings:
+    return CoordinatorSettings(
+        dispatch=DispatchSettings(attempts=2, retry_backoff_s=0.0), **tunables
+    )
+
+
+def trio(number: int = 0, **fields: object) -> list[GenerateRequest]:
+    names = ("cyd", "ada", "bo")
+    return [make_request(name, number=number, n_agents=3, **fields) for name in names]  # type: ignore[arg-type]
+
+
+def answer(request: GenerateRequest) -> str:
+    return "".join(texts_of(request))
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    await rig.coordinator.drain()
+    rig.coordinator.check_integrity()
+    rig.engines.check_integrity()
+
+
+# ------------------------------------------------------------------------------------ one unit
+
+
+async def test_a_full_round_is_prefilled_once_as_one_unit(rig: Rig) -> None:
+    requests = trio()
+    assert await rig.play_all(*requests) == [answer(request) for request in requests]
+    assert rig.engines.calls == {"prefill_round": 1, "decode": 3}
+    (work,) = rig.engines.rounds
+    assert rig.members() == [["ada", "bo", "cyd"]]
+    assert [request.request_id for request in work.requests] == [
+        member.request_id for member in work.plan.members
+    ]
+    assert all(member.mode is Mode.EXACT for member in work.plan.members)
+    assert work.plan.absent == 0
+    assert set(rig.engines.pins.values()) == {Pin.READ}
+    assert rig.recorder.values["td_round_members"] == [3]
+    assert len(rig.recorder.values["td_round_duration_seconds"]) == 1
+    await rig.end()
+
+
+async def test_nothing_is_prefilled_before_the_last_member_has_come(rig: Rig) -> None:
+    first, second, third = trio()
+    tasks = [rig.start(first), rig.start(second)]
+    await settle()
+    assert not rig.engines.calls
+    tasks.append(rig.start(third))
+    assert await asyncio.gather(*tasks) == [answer(r) for r in (first, second, third)]
+    assert rig.members() == [["ada", "bo", "cyd"]]
+
+
+async def test_a_member_streams_as_soon_as_its_own_prefill_is_ready(rig: Rig) -> None:
+    requests = trio()  # prefilled in the order ada, bo, cyd
+    gate = rig.engines.hold(Point.MEMBER, requests[0].request_id)
+    tasks = [rig.start(request) for request in requests]
+    await gate.reached.wait()
+    await settle()
+    assert [task.done() for task in tasks] == [False, True, True]
+    gate.opened.set()
+    assert await asyncio.gather(*tasks) == [answer(request) for request in requests]
+
+
+async def test_members_that_cannot_be_handed_over_are_planned_and_prefill_nothing(
+    rig: Rig,
+) -> None:
+    requests = [*trio()[:2], make_request("bo", n_agents=3, hand_over=False)]
+    assert await rig.play_all(*requests) == [answer(request) for request in requests]
+    assert rig.members() == [["ada", "bo", "cyd"]]
+    assert [r.request_id for r in rig.engines.rounds[0].requests] == [
+        "village/0/ada/0",
+        "village/0/cyd/0",
+    ]
+    assert rig.engines.calls == {"prefill_round": 1, "decode": 3}
+
+
+async def test_a_round_of_members_without_prefill_asks_for_none(rig: Rig) -> None:
+    requests = trio(hand_over=False)
+    assert await rig.play_all(*requests) == [answer(request) for request in requests]
+    assert rig.engines.calls == {"decode": 3}
+
+
+async def test_rounds_of_a_session_follow_each_other(rig: Rig) -> None:
+    for number in range(3):
+        requests = trio(number)
+        assert await rig.play_all(*requests) == [answer(request) for request in requests]
+    assert [work.plan.round for work in rig.engines.rounds] == [0, 1, 2]
+    await rig.end()
+
+
+async def test_two_sessions_do_not_mix(rig: Rig) -> None:
+    both = [*trio(), *trio(sim="town")]
+    assert await rig.play_all(*both) == [answer(request) for request in both]
+    assert sorted(work.plan.sim for work in rig.engines.rounds) == ["town", "village"]
+    assert rig.members() == [["ada", "bo", "cyd"]] * 2
+    for sim in ("town", "village"):
+        record = await rig.coordinator.record(SessionId(sim), 0, 0.0)
+        assert all(output.text.startswith(f"<{sim}/0/") for output in record.outputs)
+    assert rig.coordinator.forget(VILLAGE)
+    assert (await rig.coordinator.record(SessionId("town"), 0, 0.0)).outputs
+    await rig.end()
+
+
+async def test_the_zero_change_path_gathers_by_its_window_and_then_by_who_is_known() -> None:
+    rig = Rig(implicit_window_ms=SOON_MS)
+    names = ("cyd", "ada", "bo")
+    for _ in range(2):
+        requests = [make_request(name, number=None) for name in names]
+        assert await rig.play_all(*requests) == [answer(request) for request in requests]
+        rig.coordinator.configure(settings_of(implicit_window_ms=600_000))
+    assert rig.members() == [["ada", "bo", "cyd"]] * 2
+    await rig.end()
+
+
+async def test_a_request_without_a_place_is_refused(rig: Rig) -> None:
+    request = msgspec.structs.replace(make_request("ada"), membership=None)
+    with pytest.raises(BadRequest, match="td_round: missing"):
+        await rig.play(request)
+
+
+# ------------------------------------------------------------------------------------ deadlines
+
+
+async def test_the_deadline_dispatches_who_is_there_and_counts_who_is_not(rig: Rig) -> None:
+    requests = trio(deadline_ms=SOON_MS)[:2]
+    assert await rig.play_all(*requests) == [answer(request) for request in requests]
+    assert rig.members() == [["ada", "cyd"]]
+    assert rig.engines.rounds[0].plan.absent == 1
+    await rig.end()
+
+
+async def test_a_deadline_that_has_passed_by_the_clock_is_not_waited_for(rig: Rig) -> None:
+    first, _, _ = trio(deadline_ms=600_000)
+    task = rig.start(first)
+    await asyncio.sleep(0)  # it has joined; its round's conductor has not begun
+    rig.clock.now += 600.0
+    assert await task == answer(first)
+    assert rig.engines.rounds[0].plan.absent == 2
+
+
+async def test_a_deadline_is_bounded_by_the_deployment() -> None:
+    rig = Rig(max_deadline_ms=SOON_MS)
+    first, _, _ = trio(deadline_ms=2**40)
+    assert await rig.play(first) == answer(first)
+    await rig.end()
+
+
+async def test_the_deployments_deadline_counts_where_the_request_names_none() -> None:
+    rig = Rig(deadline_ms=SOON_MS)
+    first, _, _ = trio()
+    assert await rig.play(first) == answer(first)
+    await rig.end()
+
+
+async def test_a_straggler_is_served_alone_and_recorded_in_its_place(rig: Rig) -> None:
+    early, late = trio(deadline_ms=SOON_MS)[:2], trio()[2]
+    await rig.play_all(*early)
+    assert await rig.play(late) == answer(late)
+    assert rig.members() == [["ada", "cyd"]]
+    assert rig.engines.calls["prefill"] == 1
+    assert rig.recorder.values["td_round_stragglers_total"] == [1]
+    record = await rig.coordinator.record(VILLAGE, 0, 0.0)
+    assert [output.agent for output in record.outputs] == ["ada", "bo", "cyd"]
+    await rig.end()
+
+
+# ------------------------------------------------------------------------------------ conflicts
+
+
+async def test_contradictions_are_refused_and_harm_nobody(rig: Rig) -> None:
+    first, second, third = trio()
+    tasks = [rig.start(first)]
+    await settle()
+    with pytest.raises(RoundConflict, match="'cyd' is already waiting in round 0"):
+        await rig.play(first)
+    with pytest.raises(RoundConflict, match="2, but round 0 .* was opened for 3 agents"):
+        await rig.play(make_request("dov", n_agents=2))
+    tasks += [rig.start(second), rig.start(third)]
+    assert await asyncio.gather(*tasks) == [answer(r) for r in (first, second, third)]
+    with pytest.raises(RoundConflict, match="'cyd' has already been served in round 0"):
+        await rig.play(first)
+    assert rig.members() == [["ada", "bo", "cyd"]]
+    await rig.end()
+
+
+async def test_an_agent_being_served_cannot_join_again(rig: Rig) -> None:
+    request = make_request("ada", n_agents=1)
+    gate = rig.engines.hold(Point.OUTPUT, request.request_id)
+    task = rig.start(request)
+    await gate.reached.wait()
+    with pytest.raises(RoundConflict, match="'ada' is already being served in round 0"):
+        await rig.play(request)
+    gate.opened.set()
+    assert await task == answer(request)
+
+
+# ------------------------------------------------------------------------------------ cancellation
+
+
+async def cancel(task: "asyncio.Task[str]") -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_member_that_goes_while_waiting_leaves_and_may_come_again(rig: Rig) -> None:
+    first, second, third = trio()
+    waiting = rig.start(first)
+    await settle()
+    await cancel(waiting)
+    rig.coordinator.check_integrity()
+    tasks = [rig.start(second), rig.start(third)]
+    await settle()
+    assert not rig.engines.calls, "who has left does not count"
+    again = make_request("cyd", n_agents=3, attempt=1)
+    tasks.append(rig.start(again))
+    assert await asyncio.gather(*tasks) == [answer(r) for r in (second, third, again)]
+    assert rig.members() == [["ada", "bo", "cyd"]]
+    assert not rig.recorder.values["td_round_stragglers_total"]
+    await rig.end()
+
+
+async def test_a_round_that_all_have_left_ends_at_its_deadline(rig: Rig) -> None:
+    task = rig.start(trio(deadline_ms=SOON_MS)[0])
+    await asyncio.sleep(0)
+    record = asyncio.create_task(rig.coordinator.record(VILLAGE, 0, 3600.0))
+    await cancel(task)
+    assert (await record).outputs == []
+    assert not rig.engines.calls
+    await rig.end()
+
+
+async def test_a_member_that_goes_before_its_prefill_is_ready_has_it_released(rig: Rig) -> None:
+    requests = trio()
+    gate = rig.engines.hold(Point.MEMBER, requests[1].request_id)  # ada, prefilled first
+    tasks = [rig.start(request) for request in requests]
+    await gate.reached.wait()
+    await cancel(tasks[1])
+    gate.opened.set()
+    assert await asyncio.gather(tasks[0], tasks[2]) == [answer(requests[0]), answer(requests[2])]
+    await rig.coordinator.drain()
+    assert sorted(pin.value for pin in rig.engines.pins.values()) == ["read", "read", "released"]
+    await rig.end()
+
+
+@pytest.mark.parametrize(
+    ("point", "pin"),
+    [(Point.ADMIT, Pin.RELEASED), (Point.READ, Pin.DROPPED), (Point.OUTPUT, Pin.READ)],
+)
+async def test_a_member_that_goes_while_served_keeps_nothing_and_may_come_alone(
+    rig: Rig, point: Point, pin: Pin
+) -> None:
+    requests = trio()
+    gate = rig.engines.hold(point, requests[1].request_id)
+    tasks = [rig.start(request) for request in requests]
+    await gate.reached.wait()
+    await cancel(tasks[1])
+    assert await asyncio.gather(tasks[0], tasks[2]) == [answer(requests[0]), answer(requests[2])]
+    await rig.coordinator.drain()
+    assert rig.engines.pins[0] is pin, "ada's is the first"
+    again = make_request("ada", n_agents=3, attempt=1)
+    assert await rig.play(again) == answer(again)
+    assert len(rig.engines.rounds) == 1
+    assert rig.recorder.values["td_round_stragglers_total"] == [1]
+    await rig.end()
+
+
+async def test_a_member_that_stops_reading_counts_as_failed(rig: Rig) -> None:
+    deltas = rig.coordinator.play(make_request("ada", n_agents=1))
+    await anext(deltas)
+    await deltas.aclose()
+    assert (await rig.coordinator.record(VILLAGE, 0, 0.0)).outputs == []
+    await rig.end()
+
+
+# ------------------------------------------------------------------------------------ failures
+
+
+@pytest.mark.parametrize("error", [GONE, BROKEN, WRONG], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("dies_at", [0, 1, 2])
+async def test_a_prefill_that_dies_half_way_fails_no_member(
+    rig: Rig, dies_at: int, error: RequestError
+) -> None:
+    requests = trio()
+    in_order = sorted(request.request_id for request in requests)
+    rig.engines.fail(Point.ROUND, in_order[dies_at], error)
+    assert await rig.play_all(*requests) == [answer(request) for request in requests]
+    assert rig.engines.calls["prefill_round"] == 1
+    assert rig.engines.calls["prefill"] == 3 - dies_at
+    await rig.end()
+
+
+async def test_a_bad_member_fails_alone(rig: Rig) -> None:
+    requests = trio()
+    bad = requests[1].request_id
+    rig.engines.fail(Point.MEMBER, bad, WRONG)
+    rig.engines.fail(Point.PREFILL, bad, WRONG)
+    results = await rig.play_all(*requests)
+    assert results == [answer(requests[0]), WRONG, answer(requests[2])]
+    assert rig.engines.calls["prefill"] == 1
+    record = await rig.coordinator.record(VILLAGE, 0, 0.0)
+    assert [output.agent for output in record.outputs] == ["bo", "cyd"]
+    await rig.end()
+
+
+async def test_a_member_whose_prefill_failed_once_prefills_for_itself(rig: Rig) -> None:
+    requests = trio()
+    rig.engines.fail(Point.MEMBER, requests[1].request_id, GONE)
+    assert await rig.play_all(*requests) == [answer(request) for request in requests]
+    assert rig.engines.calls["prefill"] == 1
+    await rig.end()
+
+
+async def test_a_decode_that_fails_before_its_first_output_is_tried_again(rig: Rig) -> None:
+    requests = trio()
+    rig.engines.fail(Point.ADMIT, requests[0].request_id, GONE)
+    rig.engines.fail(Point.READ, requests[1].request_id, GONE)
+    assert await rig.play_all(*requests) == [answer(request) for request in requests]
+    assert rig.recorder.values["td_request_retries_total"] == [1, 1]
+    await rig.end()
+
+
+async def test_configure_reaches_the_dispatcher(rig: Rig) -> None:
+    request = make_request("ada", n_agents=1)
+    rig.engines.fail(Point.ADMIT, request.request_id, GONE, GONE, GONE)
+    rig.coordinator.configure(
+        CoordinatorSettings(dispatch=DispatchSettings(attempts=4, retry_backoff_s=0.0))
+    )
+    assert await rig.play(request) == answer(request)
+
+
+# ------------------------------------------------------------------------------------ the record
+
+
+async def test_the_record_has_what_was_put_out_in_the_one_order(rig: Rig) -> None:
+    requests = trio()
+    await rig.play_all(*requests)
+    record = await rig.coordinator.record(VILLAGE, 0, 0.0)
+    assert (record.sim, record.round) == (VILLAGE, 0)
+    assert [(o.agent, o.text, o.token_ids) for o in record.outputs] == [
+        (name, f"<village/0/{name}/0:0><village/0/{name}/0:1><village/0/{name}/0:2>", [1, 2, 3])
+        for name in ("ada", "bo", "cyd")
+    ]
+
+
+async def test_given_positions_are_the_order_of_plan_and_record(rig: Rig) -> None:
+    requests = [
+        make_request(name, n_agents=3, position=position)
+        for position, name in enumerate(("cyd", "ada", "bo"))
+    ]
+    await rig.play_all(*reversed(requests))
+    assert rig.members() == [["cyd", "ada", "bo"]]
+    record = await rig.coordinator.record(VILLAGE, 0, 0.0)
+    assert [output.agent for output in record.outputs] == ["cyd", "ada", "bo"]
+
+
+async def test_the_record_waits_until_the_members_are_done(rig: Rig) -> None:
+    requests = trio()
+    gate = rig.engines.hold(Point.OUTPUT, requests[0].request_id)
+    tasks = [rig.start(request) for request in requests]
+    await gate.reached.wait()
+    record = asyncio.create_task(rig.coordinator.record(VILLAGE, 0, 3600.0))
+    await settle()
+    assert tasks[1].done()
+    assert not record.done()
+    gate.opened.set()
+    assert [output.agent for output in (await record).outputs] == ["ada", "bo", "cyd"]
+    await asyncio.gather(*tasks)
+
+
+async def test_the_record_is_what_there_is_when_patience_ends(rig: Rig) -> None:
+    requests = trio()
+    gate = rig.engines.hold(Point.OUTPUT, requests[0].request_id)
+    tasks = [rig.start(request) for request in requests]
+    await gate.reached.wait()
+    await settle()
+    record = await rig.coordinator.record(VILLAGE, 0, 0.0)
+    assert [output.agent for output in record.outputs] == ["ada", "bo"]
+    gate.opened.set()
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(("sim", "number"), [("village", 1), ("town", 0)])
+async def test_a_round_that_is_not_on_record_is_a_conflict(
+    rig: Rig, sim: str, number: int
+) -> None:
+    await rig.play(make_request("ada", n_agents=1))
+    with pytest.raises(RoundConflict, match=rf"round {number} of sim '{sim}' .* `shared`"):
+        await rig.coordinator.record(SessionId(sim), number, 3600.0)
+
+
+async def test_old_rounds_are_forgotten_and_the_last_ones_kept() -> None:
+    rig = Rig(rounds_kept=2)
+    for number in range(5):
+        await rig.play(make_request("ada", number=number, n_agents=1))
+    for number in (0, 1):
+        with pytest.raises(RoundConflict, match="not on record"):
+            await rig.coordinator.record(VILLAGE, number, 0.0)
+    for number in (3, 4):
+        assert (await rig.coordinator.record(VILLAGE, number, 0.0)).outputs
+    await rig.end()
+
+
+async def test_forgetting_a_session_forgets_its_record(rig: Rig) -> None:
+    assert not rig.coordinator.forget(VILLAGE)
+    await rig.play(make_request("ada", n_agents=1))
+    assert rig.coordinator.forget(VILLAGE)
+    with pytest.raises(RoundConflict, match="not on record"):
+        await rig.coordinator.record(VILLAGE, 0, 0.0)
+    assert await rig.play(make_request("ada", n_agents=1)), "the round may be played anew"
+
+
+async def test_a_session_with_a_round_under_way_cannot_be_forgotten(rig: Rig) -> None:
+    request = make_request("ada", n_agents=1)
+    gate = rig.engines.hold(Point.OUTPUT, request.request_id)
+    task = rig.start(request)
+    await gate.reached.wait()
+    with pytest.raises(RoundConflict, match="'village' has a round under way"):
+        rig.coordinator.forget(VILLAGE)
+    gate.opened.set()
+    assert await task == answer(request)
+    assert rig.coordinator.forget(VILLAGE)
+
+
+async def test_the_least_recently_used_idle_sessions_go_first() -> None:
+    rig = Rig(sessions_kept=2)
+    busy = make_request("ada", sim="busy", n_agents=1)
+    gate = rig.engines.hold(Point.OUTPUT, busy.request_id)
+    task = rig.start(busy)
+    await gate.reached.wait()
+    for sim, number in (("one", 0), ("two", 0), ("one", 1), ("three", 0)):
+        await rig.play(make_request("ada", sim=sim, number=number, n_agents=1))
+    # Room for two: the busy one, which stays whatever its age, and the last one played.
+    for sim in ("one", "two"):
+        assert not rig.coordinator.forget(SessionId(sim)), sim
+    assert rig.coordinator.forget(SessionId("three"))
+    gate.opened.set()
+    assert await task == answer(busy)
+    assert rig.coordinator.forget(SessionId("busy"))
+    await rig.end()
+
+
+# ------------------------------------------------------------------------------------ any round
+
+faults = st.lists(
+    st.tuples(
+        st.sampled_from([p for p in Point if p is not Point.RELEASE]),
+        st.sampled_from([GONE, GONE, WRONG, BROKEN]),
+    ),
+    max_size=2,
+)
+parts = st.lists(
+    st.tuples(faults, st.none() | st.integers(0, 40), st.sampled_from([0, 0, 1, 5])),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(members=parts, absent=st.sampled_from([0, 0, 0, 1]))
+def test_whatever_befalls_a_round_nothing_stays_held(
+    members: list[tuple[list[tuple[Point, RequestError]], int | None, int]], absent: int
+) -> None:
+    """Each member has its faults, goes away at some turn of the loop or not at all, and comes at
+    once or a few turns later; some never come."""
+
+    async def play() -> None:
+        rig = Rig()
+        requests = [
+            make_request(
+                f"agent {i}", n_agents=len(members) + absent, deadline_ms=SOON_MS, position=-i
+            )
+            for i in range(len(members))
+        ]
+        tasks: dict[int, asyncio.Task[str]] = {}
+        for request, (errors, _, _) in zip(requests, members, strict=True):
+            for point, error in errors:
+                rig.engines.fail(point, request.request_id, error)
+        for turn in range(50):
+            for i, (_, gone_at, comes_at) in enumerate(members):
+                if comes_at == turn:
+                    tasks[i] = rig.start(requests[i])
+                if gone_at == turn and i in tasks:
+                    tasks[i].cancel()
+            await asyncio.sleep(0)
+        results = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for i, result in zip(tasks, results, strict=True):
+            errors, gone_at, _ = members[i]
+            if not isinstance(result, BaseException):
+                assert result == answer(requests[i])
+            elif not isinstance(result, asyncio.CancelledError):
+                assert isinstance(result, RequestError)
+                assert errors, f"a member without faults failed: {result!r}"
+            else:
+                assert gone_at is not None
+        assert len(rig.engines.rounds) <= 1
+        dispatched = [member for work in rig.members() for member in work]
+        assert len(dispatched) == len(set(dispatched))
+        await rig.end()
+        # Cancelled in the turn in which it came, a member has never joined.
+        if any(members[i][1] != members[i][2] for i in tasks):
+            record = await rig.coordinator.record(VILLAGE, 0, 0.0)
+            served = [requests[i] for i, r in zip(tasks, results, strict=True) if isinstance(r, str)]
+            assert {o.text for o in record.outputs} == {answer(request) for request in served}
+            assert rig.coordinator.forget(VILLAGE)
+
+    asyncio.run(play())

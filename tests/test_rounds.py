@@ -1,0 +1,165 @@
+"""The rounds API's prompts: the shared part is word for word the same for all, in one order."""
+
+import msgspec
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from td_serve import rounds
+from td_serve.errors import BadRequest
+from td_serve.rounds import RoundAgent, RoundField, RoundRequest, decode_body
+from td_serve.types import AgentId, AgentOutput, Membership, SessionId
+
+words = st.text("abc é", max_size=6)
+shared_texts = st.lists(
+    st.builds(AgentOutput, agent=words.map(AgentId), text=words), max_size=4
+)
+
+
+def make(layout: str = "history_first", **fields: object) -> RoundRequest:
+    body = {
+        "model": "m",
+        "sim": "village",
+        "round": 3,
+        "agents": [
+            {"agent": "ada", "system": "You are Ada.", "private": "A secret.", "task": "Go on."},
+            {"agent": "bo", "system": "You are Bo.", "task": "Go on."},
+        ],
+        "layout": layout,
+        **fields,
+    }
+    request: RoundRequest = decode_body(body, RoundRequest)
+    return request
+
+
+SHARED = [
+    AgentOutput(agent=AgentId("bo"), text="Bo said this."),
+    AgentOutput(agent=AgentId("cyd"), text=""),
+    AgentOutput(agent=AgentId("ada"), text="Ada said that."),
+]
+
+
+def test_history_first_puts_each_agent_before_what_all_share() -> None:
+    request = make(preamble="A village.")
+    assert rounds.messages(request, request.agents[0], SHARED) == [
+        {"role": "system", "content": "A village.\n\nYou are Ada."},
+        {
+            "role": "user",
+            "content": "A secret.\n\nBo said this.\n\nAda said that.\n\nGo on.",
+        },
+    ]
+
+
+def test_shared_first_puts_what_all_share_before_each_agent() -> None:
+    request = make("shared_first", preamble="A village.")
+    assert rounds.messages(request, request.agents[0], SHARED) == [
+        {"role": "system", "content": "A village."},
+        {
+            "role": "user",
+            "content": "Bo said this.\n\nAda said that.\n\nYou are Ada.\n\nA secret.\n\nGo on.",
+        },
+    ]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shared=shared_texts,
+    preamble=words,
+    parts=st.lists(st.tuples(words, words, words), min_size=2, max_size=4),
+    layout=st.sampled_from(["history_first", "shared_first"]),
+)
+def test_all_agents_read_the_shared_part_word_for_word(
+    shared: list[AgentOutput],
+    preamble: str,
+    parts: list[tuple[str, str, str]],
+    layout: str,
+) -> None:
+    agents = [
+        {"agent": f"agent {i}", "system": system, "private": private, "task": task}
+        for i, (system, private, task) in enumerate(parts)
+    ]
+    request = make(layout, preamble=preamble, agents=agents)
+    block = rounds.JOIN.join(output.text for output in shared if output.text)
+    assume(block)
+    for agent in request.agents:
+        messages = rounds.messages(request, agent, shared)
+        user = messages[-1]
+        assert user["role"] == "user"
+        assert block in user["content"]
+        if layout == "shared_first":
+            assert user["content"].startswith(block)
+        assert all(message["content"] for message in messages)
+
+
+def test_an_agent_with_nothing_to_read_is_refused_by_name() -> None:
+    request = make(agents=[{"agent": "mute"}])
+    with pytest.raises(BadRequest, match="'mute' has nothing to read") as caught:
+        rounds.messages(request, request.agents[0], [])
+    assert caught.value.field == "agents"
+
+
+def test_places_in_the_round_follow_the_requests_order() -> None:
+    request = make(deadline_ms=500)
+    assert [rounds.membership(request, i) for i in range(2)] == [
+        Membership(
+            sim=SessionId("village"),
+            agent=AgentId(name),
+            round=3,
+            n_agents=2,
+            deadline_ms=500,
+            position=position,
+        )
+        for position, name in enumerate(("ada", "bo"))
+    ]
+
+
+def test_an_agent_named_twice_is_refused() -> None:
+    agent = RoundAgent(agent="ada", task="x")
+    request = msgspec.structs.replace(make(), agents=[agent, agent, agent])
+    with pytest.raises(BadRequest, match="'ada' stands 3 times, expected once"):
+        rounds.check(request)
+    rounds.check(make())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model", "messages", "stream", "stream_options", "td_round", "kv_transfer_params"],
+)
+def test_what_the_server_sets_is_not_the_clients_to_set(name: str) -> None:
+    with pytest.raises(BadRequest, match=f"completion.{name}: set by the server") as caught:
+        rounds.check(make(completion={name: None}))
+    assert caught.value.field == f"completion.{name}"
+
+
+def test_td_round_is_a_membership() -> None:
+    body = {"sim": "village", "round": 0, "agent": "ada", "n_agents": 2}
+    field: RoundField = decode_body(body, RoundField, "td_round")
+    assert field.membership() == Membership(
+        sim=SessionId("village"), agent=AgentId("ada"), round=0, n_agents=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"agents": []}, "agents", "length >= 1"),
+        ({"agents": [{"agent": ""}]}, "agents[0].agent", "length >= 1"),
+        ({"agents": [{"agent": "a"}, {"agent": 3}]}, "agents[1].agent", "Expected `str`"),
+        ({"agents": [{"agent": "a", "tsk": ""}]}, "agents[0]", "unknown field `tsk`"),
+        ({"layout": "shared_last"}, "layout", "shared_last"),
+        ({"round": -1}, "round", ">= 0"),
+        ({"round": 2**53}, "round", "<= 9007199254740991"),
+        ({"shared": [{"agent": "a"}]}, "shared[0]", "missing required field `text`"),
+        ({"deadline_ms": 0}, "deadline_ms", ">= 1"),
+        ({"sim": "s" * 257}, "sim", "length <= 256"),
+        ({"rond": 1}, None, "unknown field `rond`"),
+    ],
+)
+def test_a_wrong_body_is_refused_with_the_place(
+    body: dict[str, object], field: str | None, message: str
+) -> None:
+    with pytest.raises(BadRequest) as caught:
+        make(**body)
+    assert caught.value.field == field
+    assert message in caught.value.message
+    assert caught.value.message.startswith(f"{field}: " if field else "Object ")
