@@ -123,6 +123,7 @@ class Session:
         self._rounds_kept = rounds_kept
         self._implicit_open: Round | None = None
         self._known_agents: set[AgentId] = set()
+        self._forgotten_below = 0  # rounds under this number have been, and are not remembered
 
     @property
     def is_idle(self) -> bool:
@@ -210,24 +211,26 @@ class Session:
                 current.expected = expected  # a newcomer is one more, and takes nobody's place
             return current
         first = not self._known_agents
-        number = max(self.rounds, default=-1) + 1
+        number = max(*self.rounds, self._forgotten_below - 1, -1) + 1
         self._implicit_open = self._open(number, None if first else expected, now, patience_s)
         self._implicit_open.implicit = True
         return self._implicit_open
 
     def _open(self, number: int, expected: int | None, now: float, patience_s: float) -> Round:
-        round_ = Round(
+        finished = [number for number, old in self.rounds.items() if old.is_finished]
+        for old in finished[: max(0, len(finished) - self._rounds_kept)]:
+            del self.rounds[old]
+            self._forgotten_below = max(self._forgotten_below, old + 1)
+        self.rounds[number] = Round(
             sim=self.sim,
             number=number,
             expected=expected,
             opened_at=now,
             deadline_at=now + patience_s,
+            # Whoever comes to a round that has been and is forgotten is late: nobody else comes.
+            closed=number < self._forgotten_below,
         )
-        self.rounds[number] = round_
-        finished = [number for number, old in self.rounds.items() if old.is_finished]
-        for old in finished[: max(0, len(finished) - self._rounds_kept)]:
-            del self.rounds[old]
-        return round_
+        return self.rounds[number]
 
 
 def plan_round(round_: Round, members: list[Member]) -> RoundPlan:

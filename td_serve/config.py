@@ -58,8 +58,8 @@ class NixlConfig(_Config, frozen=True, kw_only=True):
     the replica refuses to start. `host` is the address that peers connect to; None means the
     machine's own. `port_range` is where replicas that share a host take their side-channel ports
     from, first and last port. `lease_s` ends a prefill engine's pin on blocks nobody reads.
-    `progress_delay_us` is how long NIXL's progress thread may sleep when nothing arrives; 0 makes it
-    poll without rest, on a core of its own.
+    `progress_delay_us` is how long NIXL's progress thread may sleep when nothing arrives; 0 makes
+    it poll without rest, on a core of its own.
     """
 
     backend: str = "UCX"
@@ -80,6 +80,13 @@ class AutoscalingConfig(_Config, frozen=True, kw_only=True):
     upscale_delay_s: Seconds = 10.0
     downscale_delay_s: Seconds = 300.0
 
+    def __post_init__(self) -> None:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"Expected min_replicas <= max_replicas, got {self.min_replicas} and "
+                f"{self.max_replicas}"
+            )
+
 
 class ReplicaConfig(_Config, frozen=True, kw_only=True):
     """One kind of replica: how many, on what resources, with how many requests in flight each.
@@ -98,7 +105,10 @@ class ReplicaConfig(_Config, frozen=True, kw_only=True):
 
 
 class EngineReplicaConfig(ReplicaConfig, frozen=True, kw_only=True):
-    """Replicas that host an engine. `engine` overrides single fields of the deployment's own."""
+    """Replicas that host an engine.
+
+    `engine` overrides single fields of the deployment's own, and single keys of its maps.
+    """
 
     engine: dict[str, Any] = {}
 
@@ -168,7 +178,11 @@ class DeploymentConfig(_Config, frozen=True, kw_only=True):
         `path` is the role's place in the file, for errors.
         """
         base = msgspec.to_builtins(self.engine)
-        return decode({**base, **role.engine}, EngineConfig, path=f"{path}.engine")
+        merged = {**base, **role.engine}
+        for name in ("extra", "env"):
+            if isinstance(own := role.engine.get(name), Mapping):
+                merged[name] = {**base[name], **own}
+        return decode(merged, EngineConfig, path=f"{path}.engine")
 
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -84,9 +84,9 @@ class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
 class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
     """Where a finished prefill's KV is.
 
-    Whoever holds it owns the prefill engine's pin on those blocks, and must see them read (`decode`)
-    or given up (`release`); the engine's lease ends the pin if neither happens. `kv` is the
-    connector's own description and is opaque here. `cached_tokens` of the `prompt_tokens` were
+    Whoever holds it owns the prefill engine's pin on those blocks, and must see them read
+    (`decode`) or given up (`release`); the engine's lease ends the pin if neither happens. `kv` is
+    the connector's own description and is opaque here. `cached_tokens` of the `prompt_tokens` were
     found in the prefill engine's prefix cache, the rest was computed.
     """
 

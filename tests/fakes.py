@@ -1,9 +1,9 @@
 """A supported in-memory stand-in for the engines, with accounts of everything it holds.
 
-`FakeEngines` keeps `dispatch.Engines`' contract: a prefill pins a handover; the caller owns it until
-`decode` has yielded ADMITTED, then the decode engine does, which reads it or drops it on every path.
-Each pin goes one way, once; a second read or release is a fault. `check_integrity` says whether
-anything is still held.
+`FakeEngines` keeps `dispatch.Engines`' contract: a prefill pins a handover; the caller owns it
+until `decode` has yielded ADMITTED, then the decode engine does, which reads it or drops it on
+every path. Each pin goes one way, once; a second read or release is a fault. `check_integrity`
+says whether anything is still held.
 
 Every call passes named points. A test may `fail` a point (the call raises there) or `hold` it (the
 call stands there until the gate opens); anything else takes one turn of the event loop. There are
@@ -158,9 +158,7 @@ class FakeEngines:
                 except RequestError as error:
                     yield MemberHandover(request_id=request.request_id, error=error.message)
                 else:
-                    yield MemberHandover(
-                        request_id=request.request_id, handover=self._pin(request)
-                    )
+                    yield MemberHandover(request_id=request.request_id, handover=self._pin(request))
 
     async def decode(
         self, request: GenerateRequest, handover: Handover | None

@@ -255,7 +255,7 @@ async def test_contradictions_are_refused_and_harm_nobody(rig: Rig) -> None:
     await settle()
     with pytest.raises(RoundConflict, match="'cyd' is already waiting in round 0"):
         await rig.play(first)
-    with pytest.raises(RoundConflict, match="2, but round 0 .* was opened for 3 agents"):
+    with pytest.raises(RoundConflict, match=r"2, but round 0 .* was opened for 3 agents"):
         await rig.play(make_request("dov", n_agents=2))
     tasks += [rig.start(second), rig.start(third)]
     assert await asyncio.gather(*tasks) == [answer(r) for r in (first, second, third)]
@@ -319,7 +319,8 @@ async def test_a_member_that_goes_before_its_prefill_is_ready_has_it_released(ri
     await gate.reached.wait()
     await cancel(tasks[1])
     gate.opened.set()
-    assert await asyncio.gather(tasks[0], tasks[2]) == [answer(requests[0]), answer(requests[2])]
+    others = list(await asyncio.gather(tasks[0], tasks[2]))
+    assert others == [answer(requests[0]), answer(requests[2])]
     await rig.coordinator.drain()
     assert sorted(pin.value for pin in rig.engines.pins.values()) == ["read", "read", "released"]
     await rig.end()
@@ -337,13 +338,28 @@ async def test_a_member_that_goes_while_served_keeps_nothing_and_may_come_alone(
     tasks = [rig.start(request) for request in requests]
     await gate.reached.wait()
     await cancel(tasks[1])
-    assert await asyncio.gather(tasks[0], tasks[2]) == [answer(requests[0]), answer(requests[2])]
+    others = list(await asyncio.gather(tasks[0], tasks[2]))
+    assert others == [answer(requests[0]), answer(requests[2])]
     await rig.coordinator.drain()
     assert rig.engines.pins[0] is pin, "ada's is the first"
     again = make_request("ada", n_agents=3, attempt=1)
     assert await rig.play(again) == answer(again)
     assert len(rig.engines.rounds) == 1
     assert rig.recorder.values["td_round_stragglers_total"] == [1]
+    await rig.end()
+
+
+@pytest.mark.parametrize("turns", range(30))
+async def test_a_member_that_goes_at_any_turn_takes_nothing_with_it(rig: Rig, turns: int) -> None:
+    """Between handing it its prefill and its taking it, too."""
+    requests = trio(deadline_ms=SOON_MS)
+    tasks = [rig.start(request) for request in requests]
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    tasks[1].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [results[0], results[2]] == [answer(requests[0]), answer(requests[2])]
+    assert results[1] == answer(requests[1]) or isinstance(results[1], asyncio.CancelledError)
     await rig.end()
 
 
@@ -463,9 +479,7 @@ async def test_the_record_is_what_there_is_when_patience_ends(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(("sim", "number"), [("village", 1), ("town", 0)])
-async def test_a_round_that_is_not_on_record_is_a_conflict(
-    rig: Rig, sim: str, number: int
-) -> None:
+async def test_a_round_that_is_not_on_record_is_a_conflict(rig: Rig, sim: str, number: int) -> None:
     await rig.play(make_request("ada", n_agents=1))
     with pytest.raises(RoundConflict, match=rf"round {number} of sim '{sim}' .* `shared`"):
         await rig.coordinator.record(SessionId(sim), number, 3600.0)
@@ -504,15 +518,24 @@ async def test_a_session_with_a_round_under_way_cannot_be_forgotten(rig: Rig) ->
     assert rig.coordinator.forget(VILLAGE)
 
 
-async def test_the_least_recently_used_idle_sessions_go_first() -> None:
+async def test_the_least_recently_used_session_goes_first() -> None:
+    rig = Rig(sessions_kept=2)
+    for sim, number in (("one", 0), ("two", 0), ("one", 1), ("three", 0)):
+        await rig.play(make_request("ada", sim=sim, number=number, n_agents=1))
+    forgotten = [rig.coordinator.forget(SessionId(sim)) for sim in ("one", "two", "three")]
+    assert forgotten == [True, False, True]
+    await rig.end()
+
+
+async def test_a_session_with_a_round_under_way_stays_whatever_its_age() -> None:
     rig = Rig(sessions_kept=2)
     busy = make_request("ada", sim="busy", n_agents=1)
     gate = rig.engines.hold(Point.OUTPUT, busy.request_id)
     task = rig.start(busy)
     await gate.reached.wait()
-    for sim, number in (("one", 0), ("two", 0), ("one", 1), ("three", 0)):
-        await rig.play(make_request("ada", sim=sim, number=number, n_agents=1))
-    # Room for two: the busy one, which stays whatever its age, and the last one played.
+    for sim in ("one", "two", "three"):
+        await rig.play(make_request("ada", sim=sim, n_agents=1))
+    # Room for two: the busy one and the last one played.
     for sim in ("one", "two"):
         assert not rig.coordinator.forget(SessionId(sim)), sim
     assert rig.coordinator.forget(SessionId("three"))
@@ -582,7 +605,9 @@ def test_whatever_befalls_a_round_nothing_stays_held(
         # Cancelled in the turn in which it came, a member has never joined.
         if any(members[i][1] != members[i][2] for i in tasks):
             record = await rig.coordinator.record(VILLAGE, 0, 0.0)
-            served = [requests[i] for i, r in zip(tasks, results, strict=True) if isinstance(r, str)]
+            served = [
+                requests[i] for i, r in zip(tasks, results, strict=True) if isinstance(r, str)
+            ]
             assert {o.text for o in record.outputs} == {answer(request) for request in served}
             assert rig.coordinator.forget(VILLAGE)
 

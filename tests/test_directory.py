@@ -1,4 +1,4 @@
-"""The directory: who renews stays, who does not is gone, and a new directory says that it is new."""
+"""The directory: who renews stays, who does not is gone, and a new one says that it is new."""
 
 from td_serve.directory import KVDirectory
 from td_serve.types import Epoch, ReplicaId, ReplicaState

@@ -1,5 +1,7 @@
 """The rounds API's prompts: the shared part is word for word the same for all, in one order."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import assume, given, settings
@@ -11,12 +13,10 @@ from td_serve.rounds import RoundAgent, RoundField, RoundRequest, decode_body
 from td_serve.types import AgentId, AgentOutput, Membership, SessionId
 
 words = st.text("abc é", max_size=6)
-shared_texts = st.lists(
-    st.builds(AgentOutput, agent=words.map(AgentId), text=words), max_size=4
-)
+shared_texts = st.lists(st.builds(AgentOutput, agent=words.map(AgentId), text=words), max_size=4)
 
 
-def make(layout: str = "history_first", **fields: object) -> RoundRequest:
+def make(layout: str = "history_first", /, **fields: Any) -> RoundRequest:
     body = {
         "model": "m",
         "sim": "village",
@@ -156,7 +156,7 @@ def test_td_round_is_a_membership() -> None:
     ],
 )
 def test_a_wrong_body_is_refused_with_the_place(
-    body: dict[str, object], field: str | None, message: str
+    body: dict[str, Any], field: str | None, message: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
         make(**body)

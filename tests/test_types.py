@@ -1,7 +1,8 @@
 """Wire structs: they survive the way, and what is not theirs is refused before it is believed."""
 
+import contextlib
 import string
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -85,9 +86,7 @@ handovers = st.builds(
     cached_tokens=counts,
 )
 logprobs = st.lists(
-    st.builds(
-        TokenLogprob, token_id=counts, logprob=floats, rank=maybe(counts), text=maybe(words)
-    ),
+    st.builds(TokenLogprob, token_id=counts, logprob=floats, rank=maybe(counts), text=maybe(words)),
     max_size=2,
 )
 deltas = st.builds(
@@ -178,8 +177,8 @@ any_message = st.one_of(*messages.values())
 
 
 def test_every_message_kind_is_covered_here() -> None:
-    assert set(messages) == set(types.Message.__args__)
-    tags = [msgspec.inspect.type_info(kind).tag for kind in kinds]
+    assert set(messages) == set(get_args(types.Message))
+    tags = [msgspec.inspect.type_info(kind).tag for kind in kinds]  # type: ignore[attr-defined]
     assert len(set(tags)) == len(tags)
 
 
@@ -233,10 +232,8 @@ def test_a_garbled_message_is_refused_or_of_the_kind_asked_for(
     packed = bytearray(pack(message))
     for at in data.draw(st.lists(st.integers(2, len(packed) - 1), max_size=3)):
         packed[at] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(WireVersionError):
         assert type(unpack(bytes(packed), kind)) is kind
-    except WireVersionError:
-        pass
 
 
 @given(st.binary(max_size=64))

@@ -2,8 +2,8 @@
 
 NIXL's Python API starts UCX's progress thread with a polling delay of 0 and offers no way to say
 otherwise, so that every engine burns a core while idle. On a machine where engines compute on those
-cores that halves their speed. Here the agent is made with a delay: the thread then sleeps in poll(2)
-and wakes on traffic, at the latest after the delay.
+cores that halves their speed. Here the agent is made with a delay: the thread then sleeps in
+poll(2) and wakes on traffic, at the latest after the delay.
 
 The class is named like vLLM's, because vLLM looks for that name in its configuration checks;
 `kv_connector_module_path` makes it take ours.

@@ -9,6 +9,7 @@ serve run clusters/local.yaml ─► build(args) ─► Ingress ──┬─► 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -34,7 +35,8 @@ from td_serve.directory import KVDirectory as Directory
 from td_serve.dispatch import Dispatcher
 from td_serve.metrics import Meter, Metrics
 from td_serve.models.resolve import resolve
-from td_serve.serve.engines import RayEngines, replies, reply
+from td_serve.serve.calls import ask, stream
+from td_serve.serve.engines import RayEngines
 from td_serve.serve.http import make_http_app
 from td_serve.serve.replicas import EngineReplica
 from td_serve.types import (
@@ -152,7 +154,7 @@ class _EngineDeployment(EngineReplica):
         )
 
         async def register(state: ReplicaState) -> Epoch:
-            return Epoch(await reply(directory.register.remote(pack(state))))
+            return Epoch(await ask(directory.register, pack(state)))
 
         super().__init__(host, register, _metrics())
 
@@ -190,8 +192,10 @@ class RoundCoordinator:
         )
 
     async def play(self, packed: bytes) -> AsyncGenerator[bytes, None]:
-        async for delta in self._coordinator.play(unpack(packed, GenerateRequest)):
-            yield pack(delta)
+        deltas = self._coordinator.play(unpack(packed, GenerateRequest))
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                yield pack(delta)
 
     async def record(self, sim: SessionId, number: int, patience_s: float) -> bytes:
         return pack(await self._coordinator.record(sim, number, patience_s))
@@ -208,15 +212,15 @@ class _RemoteCoordinator:
 
     def play(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         assert request.membership is not None
-        handle = self._handle.options(stream=True, session_id=request.membership.sim)
-        return replies(handle.play.remote(pack(request)), Delta)
+        handle = self._handle.options(session_id=request.membership.sim)
+        return stream(handle.play, Delta, pack(request))
 
     async def record(self, sim: SessionId, number: int, patience_s: float) -> RoundRecord:
         handle = self._handle.options(session_id=sim)
-        return unpack(await reply(handle.record.remote(sim, number, patience_s)), RoundRecord)
+        return unpack(await ask(handle.record, sim, number, patience_s), RoundRecord)
 
     async def forget(self, sim: SessionId) -> bool:
-        return bool(await reply(self._handle.options(session_id=sim).forget.remote(sim)))
+        return bool(await ask(self._handle.options(session_id=sim).forget, sim))
 
 
 class _RemoteDirectory:
@@ -226,7 +230,7 @@ class _RemoteDirectory:
         self._handle = handle
 
     async def replicas(self) -> list[ReplicaState]:
-        return [unpack(one, ReplicaState) for one in await reply(self._handle.replicas.remote())]
+        return [unpack(one, ReplicaState) for one in await ask(self._handle.replicas)]
 
 
 class Ingress:

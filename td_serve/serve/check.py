@@ -60,8 +60,12 @@ def _check_ours(app: Mapping[str, Any], path: str) -> DeploymentConfig:
     config = decode(app.get("args") or {}, DeploymentConfig, path=f"{path}.args")
     config.engine_of(config.prefill, f"{path}.args.prefill")
     config.engine_of(config.decode, f"{path}.args.decode")
+    seen: set[str] = set()
     for number, deployment in enumerate(app.get("deployments") or ()):
         place, name = f"{path}.deployments[{number}]", deployment["name"]
+        if name in seen:
+            raise ConfigError(f"{place}.name: {name!r} stands twice, expected once")
+        seen.add(name)
         if name not in DEPLOYMENTS:
             raise ConfigError(
                 f"{place}.name: no deployment {name!r}, {nearest(name, list(DEPLOYMENTS))}"
@@ -103,6 +107,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue  # `<<`: what it brings may be overridden
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 continue  # the safe loader refuses it

@@ -91,8 +91,9 @@ class EngineReplica:
         await self._host.check_health()
 
     def start_pulse(self) -> None:
-        """Begin to register. Needs a running event loop; calling it again changes nothing."""
-        if self._pulse is None:
+        """Begin to register. Needs a running event loop; calling it while it beats changes
+        nothing."""
+        if self._pulse is None or self._pulse.done():
             self._pulse = asyncio.get_running_loop().create_task(self._beat())
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ _LINES_KEPT = 1000
 class UcxLog:
     """What UCX says in processes that log to `path`, read as it is said.
 
-    A terminal, because UCX writes through stdio: into a file its lines would show up only once 4 KiB
-    have gathered or the process has ended. A thread reads on, so that no writer ever blocks. Holds
+    A terminal, because UCX writes through stdio: into a file its lines would show up only once
+    4 KiB have gathered or the process has ended. A thread reads on, so that no writer ever blocks. Holds
     two descriptors and the last lines; `close` gives them back.
     """
 

@@ -2,8 +2,8 @@
 
 vLLM binds the port it is given from a thread and waits for that thread without a time limit, so a
 port that is taken hangs the engine. A free port therefore has to be *held* between choosing it and
-binding it: each is a file under a directory of this machine, held by an advisory lock for as long as
-the process lives, so that a killed process gives it back.
+binding it: each is a file under a directory of this machine, held by an advisory lock for as long
+as the process lives, so that a killed process gives it back.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ def lease_ports(
     """Hold the lowest `count` consecutive free ports of [first, last].
 
     A port is free when no other td_serve process holds it and nothing listens on `host:port`.
-    Raises ConfigError when the range has no such run.
+    Raises ConfigError when the range has no such run, or `host` is no address of this machine.
     """
+    if not _is_free(host, 0):
+        raise ConfigError(f"nixl.host: {host!r} is no address of this machine")
     folder = directory or Path(tempfile.gettempdir()) / f"td_serve-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     held: list[int] = []

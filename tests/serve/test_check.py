@@ -80,7 +80,7 @@ that are not td_serve's."""
 
 def tables(value: Any, path: Steps = ()) -> Iterator[Steps]:
     """The paths of all mappings whose keys are checked."""
-    if path[-1:] and path[-1] in FREE_FORM or path == ("applications", 1, "args"):
+    if (path and path[-1] in FREE_FORM) or path == ("applications", 1, "args"):
         return
     if isinstance(value, dict):
         yield path
@@ -276,9 +276,7 @@ def test_one_key_renamed_anywhere_is_always_refused(files: Files, data: st.DataO
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_one_key_given_twice_anywhere_is_always_refused(
-    files: Files, data: st.DataObject
-) -> None:
+def test_one_key_given_twice_anywhere_is_always_refused(files: Files, data: st.DataObject) -> None:
     """In free-form maps, too: YAML itself would keep the last one without a word."""
     lines = yaml.safe_dump(FULL, sort_keys=False, default_flow_style=False).splitlines()
     keys = [i for i, line in enumerate(lines) if line.rstrip()[-1:] != ":" and ": " in line]
