@@ -131,10 +131,13 @@ class FrontendConfig(_Config, frozen=True, kw_only=True):
 class DispatchSettings(_Config, frozen=True, kw_only=True):
     """Live tunables of one request's way through prefill and decode.
 
-    `attempts` counts all tries at a request that has not put out anything yet.
+    `attempts` counts the tries at a request that has not put out anything yet: each ends with an
+    engine that failed. Waiting for a decode replica that is not there is no try; it may take up to
+    `patience_s`.
     """
 
     attempts: Positive = 3
+    patience_s: Seconds = 120.0
     retry_backoff_s: Annotated[float, msgspec.Meta(ge=0)] = 0.5
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from td_serve.config import DispatchSettings
@@ -47,13 +48,27 @@ class Engines(Protocol):
         ...
 
 
-class Dispatcher:
-    """Runs requests on `engines`. One per process; holds no state between requests."""
+class _NotAdmittedError(Unavailable):
+    """The request's handover was getting old before any decode engine took it."""
 
-    def __init__(self, engines: Engines, settings: DispatchSettings, metrics: Metrics) -> None:
+
+class Dispatcher:
+    """Runs requests on `engines`. One per process; holds no state between requests.
+
+    `clock` is in seconds and only ever compared with itself.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        settings: DispatchSettings,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.engines = engines
         self.settings = settings
         self._metrics = metrics
+        self._clock = clock
         self._releases: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -64,8 +79,10 @@ class Dispatcher:
         Raises BadRequest, or Unavailable when every attempt failed before the first output, or
         EngineFailure when an engine failed after it.
         """
-        attempts = self.settings.attempts  # may change under way
-        for attempt in range(1, attempts + 1):
+        settings = self.settings  # may change under way
+        gives_up_at = self._clock() + settings.patience_s
+        failures = 0
+        while True:
             delivered = False
             delta: Delta | None = None
             try:
@@ -79,21 +96,25 @@ class Dispatcher:
                         yield delta
                 self._count(request, delta)
                 return
+            except _NotAdmittedError as error:
+                if self._clock() > gives_up_at:
+                    raise Unavailable(error.message) from error
             except Unavailable as error:
+                failures += 1
                 if delivered:
                     raise EngineFailure(
                         f"request {request.request_id} broke off in mid-answer: {error.message}"
                     ) from error
-                if attempt == attempts:
+                if failures == settings.attempts:
                     raise Unavailable(
-                        f"request {request.request_id} failed {attempt} times: {error.message}"
+                        f"request {request.request_id} failed {failures} times: {error.message}"
                     ) from error
             finally:
                 if handover is not None:
                     self.give_up(handover)
                     handover = None
             self._metrics.retries.inc()
-            await asyncio.sleep(self.settings.retry_backoff_s * attempt)
+            await asyncio.sleep(settings.retry_backoff_s * failures)
 
     def give_up(self, handover: Handover) -> None:
         """Release a handover in the background. If no replica can, its lease ends the pin."""
@@ -109,15 +130,24 @@ class Dispatcher:
     async def _decode(
         self, request: GenerateRequest, handover: Handover | None
     ) -> AsyncGenerator[Delta, None]:
-        """Decode, and see the handover off: to the decode engine, or released."""
+        """Decode, and see the handover off: to the decode engine, or released.
+
+        Raises _NotAdmittedError when no engine has taken the request in half of the lease. It must
+        not take it later: it would read blocks that the prefill engine has given to somebody else.
+        """
         deltas = self.engines.decode(request, handover)
         admitted = False
         try:
             async with contextlib.aclosing(deltas):
+                try:
+                    async with asyncio.timeout(handover.lease_s / 2 if handover else None):
+                        admitted = await anext(deltas, None) is not None
+                except TimeoutError:
+                    raise _NotAdmittedError(
+                        f"request {request.request_id}: no decode replica has taken it"
+                    ) from None
                 async for delta in deltas:
-                    if admitted:
-                        yield delta
-                    admitted = True
+                    yield delta
         finally:
             if handover is not None and not admitted:
                 self.give_up(handover)

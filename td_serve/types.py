@@ -85,14 +85,16 @@ class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
     """Where a finished prefill's KV is.
 
     Whoever holds it owns the prefill engine's pin on those blocks, and must see them read
-    (`decode`) or given up (`release`); the engine's lease ends the pin if neither happens. `kv` is
-    the connector's own description and is opaque here. `cached_tokens` of the `prompt_tokens` were
-    found in the prefill engine's prefix cache, the rest was computed.
+    (`decode`) or given up (`release`). The pin lasts `lease_s` seconds from the end of the prefill
+    on, longer only while a decode engine that has the request renews it; what is read after that is
+    somebody else's. `kv` is the connector's own description and is opaque here. `cached_tokens` of
+    the `prompt_tokens` were found in the prefill engine's prefix cache, the rest was computed.
     """
 
     request_id: RequestId
     replica: ReplicaId
     kv: dict[str, Any]
+    lease_s: float
     prompt_tokens: int
     cached_tokens: int
 

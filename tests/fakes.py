@@ -81,6 +81,8 @@ class FakeEngines:
 
     def __init__(self, outputs: int = 3) -> None:
         self.outputs = outputs
+        self.lease_s = 3600.0
+        """What handovers say of their pin's life; nothing expires by itself here."""
         self.pins: dict[int, Pin] = {}
         self.calls: Counter[str] = Counter()
         """Calls begun, by method."""
@@ -217,6 +219,7 @@ class FakeEngines:
             request_id=request.request_id,
             replica=ReplicaId("prefill-fake"),
             kv={"pin": number},
+            lease_s=self.lease_s,
             prompt_tokens=tokens,
             cached_tokens=tokens // 2,
         )

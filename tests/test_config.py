@@ -238,7 +238,7 @@ overrides = st.fixed_dictionaries({}, optional=engine_fields)
 scaling = st.builds(
     AutoscalingConfig,
     min_replicas=st.integers(0, 9),
-    max_replicas=positive,
+    max_replicas=st.integers(9, 99),
     target_ongoing_requests=seconds,
     upscale_delay_s=seconds,
     downscale_delay_s=seconds,
@@ -309,3 +309,9 @@ def test_a_roles_engine_is_the_deployments_but_for_its_overrides(config: Deploym
     override = config.prefill.engine
     maps = {name: {**base[name], **override.get(name, {})} for name in ("env", "extra")}
     assert merged == {**base, **override, **maps}
+
+
+def test_scaling_between_bounds_that_cross_is_refused() -> None:
+    data = {"model": "m", "decode": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}}
+    with pytest.raises(ConfigError, match=r"args\.decode\.autoscaling: .* got 3 and 2"):
+        decode(data, DeploymentConfig, path="args")

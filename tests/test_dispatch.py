@@ -45,6 +45,14 @@ class Rig:
                 self.texts += [choice.text for choice in delta.choices]
         return self.texts
 
+    async def prefills(self, count: int) -> None:
+        """Let the event loop turn until so many prefills have begun."""
+        for _ in range(1000):
+            if self.engines.calls["prefill"] >= count:
+                return
+            await asyncio.sleep(0)
+        raise AssertionError(f"{self.engines.calls['prefill']} prefills, expected {count}")
+
     async def end(self, pins: list[Pin] | None = None) -> None:
         """Everything has been given back; `pins` is what became of each handover."""
         await self.dispatcher.drain()
@@ -241,6 +249,42 @@ async def test_cancelling_between_two_attempts_leaves_nothing() -> None:
         await task
     assert rig.engines.calls["prefill"] == 1
     await rig.end([Pin.RELEASED])
+
+
+async def test_an_old_handover_is_not_decoded_from(rig: Rig) -> None:
+    """Nobody takes the request in half of the lease: it is given up, and prefilled anew."""
+    rig.engines.lease_s = 0.0
+    gate = rig.engines.hold(Point.ADMIT, ID)
+    task = asyncio.create_task(rig.run())
+    await gate.reached.wait()
+    await rig.prefills(3)
+    rig.engines.lease_s = 3600.0
+    gate.opened.set()
+    assert await task == texts_of(REQUEST)
+    given_up = len(rig.engines.pins) - 1
+    assert given_up >= 2
+    await rig.end([*[Pin.RELEASED] * given_up, Pin.READ])
+
+
+async def test_waiting_for_a_decode_replica_is_no_attempt_but_has_an_end() -> None:
+    rig = Rig(attempts=1)
+    now = 0.0
+    rig.dispatcher = Dispatcher(
+        rig.engines,
+        DispatchSettings(attempts=1, retry_backoff_s=0.0, patience_s=10.0),
+        rig.recorder.metrics,
+        clock=lambda: now,
+    )
+    rig.engines.lease_s = 0.0
+    rig.engines.hold(Point.ADMIT, ID)
+    task = asyncio.create_task(rig.run())
+    await rig.prefills(5)
+    assert not task.done()
+    now = 11.0
+    with pytest.raises(Unavailable, match=f"{ID}: no decode replica has taken it"):
+        await task
+    await rig.end()
+    assert set(rig.engines.pins.values()) == {Pin.RELEASED}
 
 
 @pytest.mark.parametrize("read", [0, 1, 2, 3])

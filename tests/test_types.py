@@ -82,6 +82,7 @@ handovers = st.builds(
     request_id=words.map(RequestId),
     replica=words.map(ReplicaId),
     kv=tables,
+    lease_s=floats,
     prompt_tokens=counts,
     cached_tokens=counts,
 )

@@ -1,9 +1,13 @@
-"""vLLM's NIXL connector, with a progress thread that sleeps.
+"""vLLM's NIXL connector, with a progress thread that sleeps, in processes that do not outlive us.
 
 NIXL's Python API starts UCX's progress thread with a polling delay of 0 and offers no way to say
 otherwise, so that every engine burns a core while idle. On a machine where engines compute on those
 cores that halves their speed. Here the agent is made with a delay: the thread then sleeps in
 poll(2) and wakes on traffic, at the latest after the delay.
+
+vLLM's engine processes survive when the process that started them is killed: they would hold their
+memory, and their registered KV, for ever. A connector is made in each of them, so it is where they
+ask the kernel to end with their parent.
 
 The class is named like vLLM's, because vLLM looks for that name in its configuration checks;
 `kv_connector_module_path` makes it take ours.
@@ -12,11 +16,15 @@ The class is named like vLLM's, because vLLM looks for that name in its configur
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 from nixl import _api as nixl_api
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+_PR_SET_PDEATHSIG = 1
 
 PROGRESS_DELAY = "td_progress_delay_us"
 """Key of the connector's extra configuration: microseconds; 0 is NIXL's own busy polling."""
@@ -26,9 +34,17 @@ class NixlConnector(NixlPullConnector):
     """The pull connector; made in scheduler and worker processes by vLLM."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        _end_with_parent()
         delay_us = vllm_config.kv_transfer_config.get_from_extra_config(PROGRESS_DELAY, 0)
         with _progress_delay(int(delay_us)):
             super().__init__(vllm_config, role, kv_cache_config)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (prctl(2), Linux)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 @contextlib.contextmanager

@@ -106,6 +106,7 @@ class EngineHost:
         gauges: _Gauges,
         transports: list[str],
         ucx_log: UcxLog,
+        lease_s: float,
     ) -> None:
         self.role = role
         self.replica = replica
@@ -116,6 +117,7 @@ class EngineHost:
         self._llm = llm
         self._gauges = gauges
         self._ucx_log = ucx_log
+        self._lease_s = lease_s
 
     @classmethod
     def start(cls, role: Role, model: str, engine: EngineConfig, nixl: NixlConfig) -> EngineHost:
@@ -158,6 +160,7 @@ class EngineHost:
             gauges=gauges,
             transports=transports,
             ucx_log=ucx_log,
+            lease_s=nixl.lease_s,
         )
 
     async def prefill(self, request: GenerateRequest) -> Handover:
@@ -181,6 +184,7 @@ class EngineHost:
             request_id=request.request_id,
             replica=self.replica,
             kv=last.kv_transfer_params,
+            lease_s=self._lease_s,
             prompt_tokens=len(request.prompt_token_ids),
             cached_tokens=last.num_cached_tokens or 0,
         )

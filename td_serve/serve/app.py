@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -156,7 +157,8 @@ class _EngineDeployment(EngineReplica):
         async def register(state: ReplicaState) -> Epoch:
             return Epoch(await ask(directory.register, pack(state)))
 
-        super().__init__(host, register, _metrics())
+        # Only the end of the process takes the replica out of every router at once.
+        super().__init__(host, register, _metrics(), leave=lambda: os._exit(1))
 
     def __del__(self) -> None:
         if hasattr(self, "_host"):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
-from td_serve.errors import RequestError
+from td_serve.errors import RequestError, Unavailable
 from td_serve.metrics import Metrics
 from td_serve.types import (
     Delta,
@@ -55,21 +55,33 @@ Register = Callable[[ReplicaState], Awaitable[Epoch]]
 
 
 class EngineReplica:
-    """Serves one engine, and registers it every second, so that a new directory learns of it."""
+    """Serves one engine, and registers it every second, so that a new directory learns of it.
 
-    def __init__(self, host: Host, register: Register, metrics: Metrics) -> None:
+    When the engine has died, so has this replica: it calls `leave`, which ends the process, so that
+    requests go elsewhere at once and not only when Serve has asked three times for its health.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        register: Register,
+        metrics: Metrics,
+        leave: Callable[[], None],
+    ) -> None:
         self._host = host
         self._register = register
+        self._leave = leave
         self._metrics = metrics
         self._epoch: Epoch | None = None
         self._pulse: asyncio.Task[None] | None = None
 
     async def prefill(self, packed: bytes) -> bytes:
-        return pack(await self._host.prefill(unpack(packed, GenerateRequest)))
+        async with self._watching():
+            return pack(await self._host.prefill(unpack(packed, GenerateRequest)))
 
     async def prefill_round(self, packed: bytes) -> AsyncGenerator[bytes, None]:
         parts = self._host.prefill_round(unpack(packed, RoundPrefill))
-        async with contextlib.aclosing(parts):
+        async with self._watching(), contextlib.aclosing(parts):
             async for part in parts:
                 yield pack(part)
 
@@ -78,7 +90,7 @@ class EngineReplica:
             unpack(packed, GenerateRequest),
             None if handover is None else unpack(handover, Handover),
         )
-        async with contextlib.aclosing(deltas):
+        async with self._watching(), contextlib.aclosing(deltas):
             async for delta in deltas:
                 yield pack(delta)
 
@@ -86,9 +98,9 @@ class EngineReplica:
         await self._host.release(unpack(packed, Handover))
 
     async def check_health(self) -> None:
-        """Raises when the engine has died; Serve then replaces this replica."""
+        """Leaves when the engine has died; Serve then replaces this replica."""
         self.start_pulse()
-        await self._host.check_health()
+        await self._leave_if_dead()
 
     def start_pulse(self) -> None:
         """Begin to register. Needs a running event loop; calling it while it beats changes
@@ -102,8 +114,26 @@ class EngineReplica:
             self._pulse.cancel()
         self._host.close()
 
+    @contextlib.asynccontextmanager
+    async def _watching(self) -> AsyncIterator[None]:
+        """A call that fails may be the first to notice that the engine has died."""
+        try:
+            yield
+        except Unavailable:
+            await self._leave_if_dead()
+            raise
+
+    async def _leave_if_dead(self) -> None:
+        try:
+            await self._host.check_health()
+        except RequestError as error:
+            log.error("leaving: %s", error.message)
+            self._leave()
+            raise
+
     async def _beat(self) -> None:
         while True:
+            await self._leave_if_dead()
             try:
                 epoch = await self._register(self._host.state())
             except RequestError as error:

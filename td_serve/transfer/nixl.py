@@ -28,8 +28,8 @@ class UcxLog:
     """What UCX says in processes that log to `path`, read as it is said.
 
     A terminal, because UCX writes through stdio: into a file its lines would show up only once
-    4 KiB have gathered or the process has ended. A thread reads on, so that no writer ever blocks. Holds
-    two descriptors and the last lines; `close` gives them back.
+    4 KiB have gathered or the process has ended. A thread reads on, so that no writer ever blocks.
+    Holds two descriptors and the last lines; `close` gives them back.
     """
 
     def __init__(self) -> None:

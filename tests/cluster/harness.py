@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -210,16 +211,13 @@ class Cluster:
         return total
 
     def stop(self) -> None:
-        """End every process of this cluster, and remove its files."""
+        """End every process of this cluster, as a power cut would, and remove its files."""
         processes = self.processes()
-        self._head.terminate()
-        try:
-            self._head.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._head.kill()
-        _, alive = psutil.wait_procs(processes, timeout=20)
-        for process in alive:
-            process.kill()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._head.wait(timeout=30)
+        psutil.wait_procs(processes, timeout=30)
         shutil.rmtree(self.temp, ignore_errors=True)
 
     def _dashboard_is_up(self) -> bool:

@@ -135,7 +135,8 @@ async def test_pins_end_when_the_decode_replica_dies_before_it_reads(
     """Prefill finishes with nobody to read it: given up, or at the latest ended by the lease."""
     cluster.kill("DecodeReplica")
     waiting = asyncio.create_task(stream(client, f"Pins: {LONG}", 8))
-    wait_for(
+    await asyncio.to_thread(
+        wait_for,
         lambda: any(s["role"] == "prefill" and s["kv_usage"] > 0 for s in cluster.replicas()),
         60,
         lambda: f"a pinned prefill: {cluster.replicas()}",

@@ -99,7 +99,13 @@ class Rig:
         self.host = FakeHost()
         self.register = FakeRegister(*answers)
         self.recorder = Recorder()
-        self.replica = EngineReplica(self.host, self.register, self.recorder.metrics)
+        self.left = 0
+        self.replica = EngineReplica(
+            self.host, self.register, self.recorder.metrics, leave=self._leave
+        )
+
+    def _leave(self) -> None:
+        self.left += 1
 
     @property
     def epochs(self) -> list[float]:
@@ -143,6 +149,27 @@ async def test_a_health_check_starts_the_pulse_and_asks_the_engine(rig: Rig) -> 
     rig.host.dead = Unavailable("the engine has died")
     with pytest.raises(Unavailable, match="the engine has died"):
         await rig.replica.check_health()
+    assert rig.left == 1
+
+
+@pytest.mark.parametrize("point", [Point.PREFILL, Point.READ, Point.OUTPUT])
+@pytest.mark.parametrize("dead", [False, True])
+async def test_a_replica_leaves_with_its_engine_and_not_for_less(
+    rig: Rig, point: Point, dead: bool
+) -> None:
+    """A call that fails asks for the engine's health at once."""
+    error = Unavailable("the engine has died")
+    rig.host.engines.fail(point, REQUEST.request_id, error)
+    rig.host.dead = error if dead else None
+
+    async def serve() -> None:
+        handover = await rig.replica.prefill(pack(REQUEST))
+        async for _ in rig.replica.decode(pack(REQUEST), handover):
+            pass
+
+    with pytest.raises(Unavailable):
+        await serve()
+    assert rig.left == int(dead)
 
 
 async def test_closing_stops_the_engine_and_the_pulse() -> None:
