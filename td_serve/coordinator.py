@@ -173,6 +173,8 @@ class RoundCoordinator:
             self._sessions[admission.round.sim].leave(admission.round, member)
         elif member.state is MemberState.RUNNING:
             member.state = MemberState.FAILED
+            if future is not None and not handed:
+                self._dispatcher.abandon(member.request.request_id)
         self._tell()
         if admission.alone is None and admission.round.is_finished:
             self._metrics.round_seconds.observe(self._clock() - admission.round.opened_at)

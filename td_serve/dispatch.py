@@ -13,13 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Protocol
 
 from td_serve.config import DispatchSettings
 from td_serve.errors import EngineFailure, RequestError, Unavailable
 from td_serve.metrics import Metrics
-from td_serve.types import Delta, GenerateRequest, Handover, MemberHandover, RoundPrefill
+from td_serve.types import (
+    Delta,
+    GenerateRequest,
+    Handover,
+    MemberHandover,
+    RequestId,
+    RoundPrefill,
+)
 
 
 class Engines(Protocol):
@@ -35,6 +42,10 @@ class Engines(Protocol):
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         """Compute a round's prompts on one prefill replica; members come as they get ready."""
+        ...
+
+    async def cancel_member(self, request_id: RequestId) -> None:
+        """Abort one member's part of a `prefill_round` under way; it then comes with an error."""
         ...
 
     def decode(
@@ -69,7 +80,7 @@ class Dispatcher:
         self.settings = settings
         self._metrics = metrics
         self._clock = clock
-        self._releases: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
 
     async def generate(
         self, request: GenerateRequest, handover: Handover | None = None
@@ -118,14 +129,25 @@ class Dispatcher:
 
     def give_up(self, handover: Handover) -> None:
         """Release a handover in the background. If no replica can, its lease ends the pin."""
-        task = asyncio.get_running_loop().create_task(self._release(handover))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        self._in_background(self.engines.release(handover))
+
+    def abandon(self, request_id: RequestId) -> None:
+        """Cancel a member's prefill in the background: its client has gone."""
+        self._in_background(self.engines.cancel_member(request_id))
 
     async def drain(self) -> None:
-        """Wait for releases under way."""
-        while self._releases:
-            await asyncio.wait(self._releases)
+        """Wait for what goes on in the background."""
+        while self._background:
+            await asyncio.wait(self._background)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            with contextlib.suppress(RequestError):
+                await work
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _decode(
         self, request: GenerateRequest, handover: Handover | None
@@ -156,7 +178,3 @@ class Dispatcher:
         self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
         if last is not None and last.cached_tokens:
             self._metrics.tokens_saved.inc(last.cached_tokens)
-
-    async def _release(self, handover: Handover) -> None:
-        with contextlib.suppress(RequestError):
-            await self.engines.release(handover)

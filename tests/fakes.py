@@ -92,6 +92,8 @@ class FakeEngines:
         """Every pass that `prefill_round` was asked for."""
         self.faults: list[str] = []
         """Breaches of the contract by the caller."""
+        self.cancelled: list[RequestId] = []
+        """Members that `cancel_member` was called for."""
         self._failures: dict[tuple[Point, str], deque[RequestError]] = defaultdict(deque)
         self._always: dict[tuple[Point, str], RequestError] = {}
         self._gates: dict[tuple[Point, str], Gate] = {}
@@ -161,6 +163,11 @@ class FakeEngines:
                     yield MemberHandover(request_id=request.request_id, error=error.message)
                 else:
                     yield MemberHandover(request_id=request.request_id, handover=self._pin(request))
+
+    async def cancel_member(self, request_id: RequestId) -> None:
+        """Books the call; the member's prefill goes on, as it does when the call comes late."""
+        self.cancelled.append(request_id)
+        await asyncio.sleep(0)
 
     async def decode(
         self, request: GenerateRequest, handover: Handover | None

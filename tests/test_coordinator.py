@@ -322,6 +322,7 @@ async def test_a_member_that_goes_before_its_prefill_is_ready_has_it_released(ri
     others = list(await asyncio.gather(tasks[0], tasks[2]))
     assert others == [answer(requests[0]), answer(requests[2])]
     await rig.coordinator.drain()
+    assert rig.engines.cancelled == [requests[1].request_id], "and was told to stop"
     assert sorted(pin.value for pin in rig.engines.pins.values()) == ["read", "read", "released"]
     await rig.end()
 

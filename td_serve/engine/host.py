@@ -47,6 +47,7 @@ from td_serve.types import (
     MemberHandover,
     ReplicaId,
     ReplicaState,
+    RequestId,
     RoundPrefill,
 )
 
@@ -118,6 +119,7 @@ class EngineHost:
         self._gauges = gauges
         self._ucx_log = ucx_log
         self._lease_s = lease_s
+        self._members: dict[RequestId, asyncio.Task[Handover]] = {}
 
     @classmethod
     def start(cls, role: Role, model: str, engine: EngineConfig, nixl: NixlConfig) -> EngineHost:
@@ -192,26 +194,39 @@ class EngineHost:
     async def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         """Prefill a round's members together; each comes as soon as it is ready.
 
-        A member that fails comes with its error and does not fail the others. Closing the generator
-        aborts what is left, and releases nothing that it has yielded.
+        A member that fails, or is cancelled by `cancel_member`, comes with its error and does not
+        fail the others. Closing the generator aborts what is left, and releases nothing.
         """
         tasks = {
             asyncio.ensure_future(self.prefill(request)): request.request_id
             for request in work.requests
         }
+        self._members.update((request_id, task) for task, request_id in tasks.items())
         try:
             pending = set(tasks)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    try:
-                        part = MemberHandover(request_id=tasks.pop(task), handover=task.result())
-                    except RequestError as error:
-                        part = MemberHandover(request_id=tasks.pop(task), error=error.message)
-                    yield part
+                    yield self._part(tasks.pop(task), task)
         finally:
-            for task in tasks:
+            for task, request_id in tasks.items():
+                self._members.pop(request_id, None)
                 task.cancel()
+
+    def cancel_member(self, request_id: RequestId) -> None:
+        """Abort a member of a round under way, if this engine has it."""
+        if (task := self._members.get(request_id)) is not None:
+            task.cancel()
+
+    def _part(self, request_id: RequestId, task: asyncio.Task[Handover]) -> MemberHandover:
+        """What has become of a member whose task is done."""
+        self._members.pop(request_id, None)
+        if task.cancelled():
+            return MemberHandover(request_id=request_id, error="cancelled")
+        try:
+            return MemberHandover(request_id=request_id, handover=task.result())
+        except RequestError as error:
+            return MemberHandover(request_id=request_id, error=error.message)
 
     async def decode(
         self, request: GenerateRequest, handover: Handover | None

@@ -5,8 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncGenerator, Sequence
 
+from td_serve.config import EngineConfig, NixlConfig
 from td_serve.engine.host import EngineHost
-from td_serve.types import Delta, GenerateRequest, Handover, MemberHandover, RoundPrefill
+from td_serve.types import (
+    Delta,
+    GenerateRequest,
+    Handover,
+    MemberHandover,
+    RequestId,
+    RoundPrefill,
+)
 
 
 class LocalEngines:
@@ -17,11 +25,23 @@ class LocalEngines:
         self._prefill = itertools.cycle(prefill)
         self._decode = itertools.cycle(decode)
 
+    @classmethod
+    def start(cls, model: str, engine: EngineConfig, nixl: NixlConfig) -> LocalEngines:
+        """One prefill and one decode engine for `model`. Blocks while they load."""
+        return cls(
+            [EngineHost.start("prefill", model, engine, nixl)],
+            [EngineHost.start("decode", model, engine, nixl)],
+        )
+
     async def prefill(self, request: GenerateRequest) -> Handover:
         return await next(self._prefill).prefill(request)
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         return next(self._prefill).prefill_round(work)
+
+    async def cancel_member(self, request_id: RequestId) -> None:
+        for host in self.hosts:
+            host.cancel_member(request_id)
 
     def decode(
         self, request: GenerateRequest, handover: Handover | None

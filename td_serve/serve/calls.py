@@ -60,6 +60,13 @@ async def stream(
             responses.cancel()
 
 
+async def tell_all(handle: DeploymentHandle, method: str, *arguments: Any) -> None:
+    """Make a call on every replica of a deployment; those that fail are left out."""
+    responses = contextvars.Context().run(handle.broadcast, method, *arguments)
+    with _translated():
+        await responses.results_async(return_exceptions=True)
+
+
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     """Errors of ours that a replica raised come out as they were; Ray's become ours."""

@@ -12,12 +12,13 @@ from collections.abc import AsyncGenerator
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from td_serve.errors import RequestError
-from td_serve.serve.calls import answer, ask, start, stream
+from td_serve.serve.calls import answer, ask, start, stream, tell_all
 from td_serve.types import (
     Delta,
     GenerateRequest,
     Handover,
     MemberHandover,
+    RequestId,
     RoundPrefill,
     pack,
     unpack,
@@ -43,6 +44,9 @@ class RayEngines:
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         return stream(self._prefill.prefill_round, MemberHandover, pack(work))
+
+    async def cancel_member(self, request_id: RequestId) -> None:
+        await tell_all(self._prefill, "cancel_member", request_id)
 
     def decode(
         self, request: GenerateRequest, handover: Handover | None

@@ -20,6 +20,7 @@ from td_serve.types import (
     Handover,
     MemberHandover,
     ReplicaState,
+    RequestId,
     RoundPrefill,
     pack,
     unpack,
@@ -37,6 +38,8 @@ class Host(Protocol):
     async def prefill(self, request: GenerateRequest) -> Handover: ...
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]: ...
+
+    def cancel_member(self, request_id: RequestId) -> None: ...
 
     def decode(
         self, request: GenerateRequest, handover: Handover | None
@@ -84,6 +87,9 @@ class EngineReplica:
         async with self._watching(), contextlib.aclosing(parts):
             async for part in parts:
                 yield pack(part)
+
+    async def cancel_member(self, request_id: RequestId) -> None:
+        self._host.cancel_member(request_id)
 
     async def decode(self, packed: bytes, handover: bytes | None) -> AsyncGenerator[bytes, None]:
         deltas = self._host.decode(

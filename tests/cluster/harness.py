@@ -65,6 +65,8 @@ class Cluster:
         self.log = self.temp / "ray.out"
         self._env = {
             **os.environ,
+            # As in an activated environment: jobs find our commands.
+            "PATH": f"{BIN}:{os.environ['PATH']}",
             "RAY_ADDRESS": f"127.0.0.1:{self.gcs}",
             # A token of its own: nobody else's client gets in by mistake, nor we elsewhere.
             "RAY_AUTH_MODE": "token",

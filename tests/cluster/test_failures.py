@@ -100,6 +100,42 @@ async def test_a_client_that_leaves_a_whole_answer(cluster: Cluster) -> None:
     await asyncio.to_thread(cluster.wait_until_idle, 20)
 
 
+async def test_members_that_leave_in_mid_prefill_stop_it(cluster: Cluster) -> None:
+    """Prompts that take long to prefill: the engine stops when their clients have gone."""
+    place = {"sim": "stop", "round": 0, "n_agents": 2}
+    bodies = [
+        {
+            "model": MODEL,
+            "prompt": f"{agent} " + "speaks of rivers and of bread " * 600,
+            "max_tokens": 1,
+            "td_round": {**place, "agent": agent},
+        }
+        for agent in ("adam", "mary")
+    ]
+    async with httpx.AsyncClient(timeout=60) as http:
+        members = [
+            asyncio.create_task(http.post(f"{cluster.url}/completions", json=body))
+            for body in bodies
+        ]
+        await asyncio.to_thread(
+            wait_for,
+            lambda: any(s["role"] == "prefill" and s["running"] for s in cluster.replicas()),
+            30,
+            lambda: f"a busy prefill engine: {cluster.replicas()}",
+        )
+        for member in members:
+            member.cancel()
+        await asyncio.gather(*members, return_exceptions=True)
+    await asyncio.to_thread(cluster.wait_until_idle)
+    # Were the prompts computed to their end, the engine's prefix cache would hold them.
+    async with httpx.AsyncClient(timeout=60) as http:
+        answer = await http.post(
+            f"{cluster.url}/completions", json={**bodies[0], "td_round": {**place, "agent": "wren"}}
+        )
+    details = answer.json()["usage"]
+    assert details["prompt_tokens_details"]["cached_tokens"] < details["prompt_tokens"] - 64
+
+
 @pytest.mark.parametrize("victim", ["DecodeReplica", "PrefillReplica"])
 async def test_a_replica_is_killed_while_it_works(
     cluster: Cluster, client: openai.AsyncOpenAI, plain: Any, victim: str

@@ -17,6 +17,7 @@ from td_serve.types import (
     MemberHandover,
     ReplicaId,
     ReplicaState,
+    RequestId,
     RoundPrefill,
     SessionId,
     WireVersionError,
@@ -42,6 +43,9 @@ class FakeHost:
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         return self.engines.prefill_round(work)
+
+    def cancel_member(self, request_id: RequestId) -> None:
+        self.engines.cancelled.append(request_id)
 
     def decode(
         self, request: GenerateRequest, handover: Handover | None
