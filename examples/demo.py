@@ -23,6 +23,7 @@ CLUSTER = ROOT / "clusters" / "local.yaml"
 VILLAGE = ROOT / "examples" / "village.jsonl"
 ROUNDS = 3
 MAX_TOKENS = 40
+SEED = 11
 
 console = Console(highlight=False)
 
@@ -30,13 +31,18 @@ console = Console(highlight=False)
 async def play(url: str) -> ReplayResult:
     """The village's rounds; a line for every agent that has answered."""
     config = ReplayConfig(
-        trace=read_trace(VILLAGE), rounds=ROUNDS, live=True, max_tokens=MAX_TOKENS
+        trace=read_trace(VILLAGE),
+        rounds=ROUNDS,
+        live=True,
+        max_tokens=MAX_TOKENS,
+        temperature=0.7,
+        seed=SEED,
     )
 
     def answered(member: MemberResult) -> None:
         said = member.error or member.text or ""
-        first = " ".join(said.split())[:100]
-        console.print(f"  round {member.round}  {member.agent:6s} {first}", markup=False)
+        line = f"  round {member.round}  {member.agent:6s} {' '.join(said.split())}"
+        console.print(line[: console.width - 1], markup=False)
 
     async with connect(f"{url}/v1") as client:
         return await replay(config, client, on_member=answered)
@@ -60,12 +66,11 @@ def main() -> int:
     for turn in result.rounds[-1].members:
         text = " ".join((turn.text or "").split())
         console.print(f"[bold]{turn.agent}[/bold]: {text}", soft_wrap=True)
-    failures = len(result.failures)
     console.print(
-        f"\n{ROUNDS} rounds, {failures} failed requests, stopped; "
+        f"\n{ROUNDS} rounds, {result.failures} failed requests, stopped; "
         f"{time.monotonic() - started:.0f} s in all"
     )
-    return 1 if failures else 0
+    return 1 if result.failures else 0
 
 
 if __name__ == "__main__":

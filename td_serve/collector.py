@@ -12,7 +12,7 @@ failed or was cancelled, it may come again, alone.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from td_serve.errors import BadRequest, RoundConflict
@@ -24,11 +24,13 @@ from td_serve.types import (
     Membership,
     Mode,
     Placement,
-    RequestId,
     RoundPlan,
     RoundRecord,
     SessionId,
 )
+
+FORGOTTEN_KEPT = 64
+"""How many numbers of rounds that are not remembered any more a session still knows."""
 
 
 class MemberState(enum.Enum):
@@ -43,10 +45,26 @@ class Member:
     """An agent in a round, its request, and what has become of it."""
 
     agent: AgentId
-    request: GenerateRequest
+    request: GenerateRequest | None
+    """None once it has been served or has failed: a record keeps no prompts."""
     position: int | None = None
     state: MemberState = MemberState.WAITING
     output: AgentOutput | None = None
+
+    @property
+    def asked(self) -> GenerateRequest:
+        """The request of a member that is waiting or running."""
+        assert self.request is not None, f"{self.agent} is {self.state.value}"
+        return self.request
+
+    def finish(self, output: AgentOutput) -> None:
+        """It has been served. Mutates: done, with what it put out on record."""
+        self.output = output
+        self.state = MemberState.DONE
+
+    def forget_request(self) -> None:
+        """Its request is over, whichever way."""
+        self.request = None
 
 
 @dataclass
@@ -58,7 +76,6 @@ class Round:
     expected: int | None
     opened_at: float
     deadline_at: float
-    implicit: bool = False
     closed: bool = False
     members: dict[AgentId, Member] = field(default_factory=dict)
 
@@ -123,7 +140,7 @@ class Session:
         self._rounds_kept = rounds_kept
         self._implicit_open: Round | None = None
         self._known_agents: set[AgentId] = set()
-        self._forgotten_below = 0  # rounds under this number have been, and are not remembered
+        self._forgotten: deque[int] = deque(maxlen=FORGOTTEN_KEPT)
 
     @property
     def is_idle(self) -> bool:
@@ -162,14 +179,16 @@ class Session:
         return Admission(round_, member, alone)
 
     def leave(self, round_: Round, member: Member) -> None:
-        """A member that was still waiting is gone; its agent may join again."""
+        """A member that was still waiting is gone; its agent may join again.
+
+        Mutates: takes it out of the round, and drops a round that nobody is in any more.
+        """
         if member.state is MemberState.WAITING and round_.members.get(member.agent) is member:
             del round_.members[member.agent]
-
-    def record(self, number: int) -> RoundRecord | None:
-        """The outputs of round `number`, or None when it is not remembered."""
-        round_ = self.rounds.get(number)
-        return None if round_ is None else round_.record()
+            if not round_.members and self.rounds.get(round_.number) is round_:
+                del self.rounds[round_.number]
+                if self._implicit_open is round_:
+                    self._implicit_open = None
 
     def _refuse_or_alone(self, round_: Round, membership: Membership, now: float) -> str | None:
         """Why the member is served alone (None: it is not). Raises RoundConflict."""
@@ -211,16 +230,15 @@ class Session:
                 current.expected = expected  # a newcomer is one more, and takes nobody's place
             return current
         first = not self._known_agents
-        number = max(*self.rounds, self._forgotten_below - 1, -1) + 1
+        number = max([*self.rounds, *self._forgotten], default=-1) + 1
         self._implicit_open = self._open(number, None if first else expected, now, patience_s)
-        self._implicit_open.implicit = True
         return self._implicit_open
 
     def _open(self, number: int, expected: int | None, now: float, patience_s: float) -> Round:
         finished = [number for number, old in self.rounds.items() if old.is_finished]
         for old in finished[: max(0, len(finished) - self._rounds_kept)]:
             del self.rounds[old]
-            self._forgotten_below = max(self._forgotten_below, old + 1)
+            self._forgotten.append(old)
         self.rounds[number] = Round(
             sim=self.sim,
             number=number,
@@ -228,7 +246,7 @@ class Session:
             opened_at=now,
             deadline_at=now + patience_s,
             # Whoever comes to a round that has been and is forgotten is late: nobody else comes.
-            closed=number < self._forgotten_below,
+            closed=number in self._forgotten,
         )
         return self.rounds[number]
 
@@ -248,10 +266,10 @@ def plan_round(round_: Round, members: list[Member]) -> RoundPlan:
 
 
 def _plan_member(member: Member) -> MemberPlan:
-    tokens = len(member.request.prompt_token_ids)
+    tokens = len(member.asked.prompt_token_ids)
     return MemberPlan(
         agent=member.agent,
-        request_id=RequestId(member.request.request_id),
+        request_id=member.asked.request_id,
         mode=Mode.EXACT,
         prompt_tokens=tokens,
         layout=[Placement(segment=None, start=0, tokens=tokens)] if tokens else [],

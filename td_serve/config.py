@@ -100,7 +100,7 @@ class ReplicaConfig(_Config, frozen=True, kw_only=True):
     num_cpus: Annotated[float, msgspec.Meta(ge=0)] = 0.1
     num_gpus: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     resources: dict[str, float] = {}
-    max_ongoing_requests: Positive = 1024
+    max_ongoing_requests: Positive = 16_384
     drain_timeout_s: Seconds = 120.0
 
 
@@ -174,6 +174,14 @@ class DeploymentConfig(_Config, frozen=True, kw_only=True):
     decode: EngineReplicaConfig = EngineReplicaConfig()
     env: dict[str, str] = {}
     """Environment variables of every replica."""
+
+    def __post_init__(self) -> None:
+        if self.directory.num_replicas != 1 or self.directory.autoscaling is not None:
+            raise ValueError("Expected one replica of `directory`: replicas register with one")
+        if self.coordinator.autoscaling is not None:
+            raise ValueError(
+                "Expected no autoscaling of `coordinator`: sessions would move in mid-round"
+            )
 
     def engine_of(self, role: EngineReplicaConfig, path: str) -> EngineConfig:
         """The engine of one role: the deployment's, with the role's own fields on top.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -48,7 +49,7 @@ class RoundCoordinator:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._dispatcher = Dispatcher(engines, settings.dispatch, metrics)
+        self._dispatcher = Dispatcher(engines, settings.dispatch, metrics, clock)
         self._metrics = metrics
         self._clock = clock
         self._sessions: OrderedDict[SessionId, Session] = OrderedDict()
@@ -84,9 +85,10 @@ class RoundCoordinator:
             async with contextlib.aclosing(deltas):
                 async for delta in deltas:
                     output.add(delta)
+                    if delta.finished:
+                        # Before the client has it: it may close the stream as soon as it has.
+                        member.finish(output.result())
                     yield delta
-            member.output = output.result()
-            member.state = MemberState.DONE
         finally:
             self._depart(admission)
 
@@ -103,7 +105,7 @@ class RoundCoordinator:
                 "hand them in as `shared`",
                 field="round",
             )
-        deadline = self._clock() + patience_s
+        deadline = self._clock() + min(patience_s, self._settings.max_deadline_ms / 1000)
         while not round_.is_finished and (left := deadline - self._clock()) > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._progress.wait(), left)
@@ -171,10 +173,13 @@ class RoundCoordinator:
             self._dispatcher.give_up(handover)
         if member.state is MemberState.WAITING:
             self._sessions[admission.round.sim].leave(admission.round, member)
+            if not admission.round.members:
+                self._full[id(admission.round)].set()  # nobody is left to wait for
         elif member.state is MemberState.RUNNING:
             member.state = MemberState.FAILED
             if future is not None and not handed:
-                self._dispatcher.abandon(member.request.request_id)
+                self._dispatcher.abandon(member.asked.request_id)
+        member.forget_request()
         self._tell()
         if admission.alone is None and admission.round.is_finished:
             self._metrics.round_seconds.observe(self._clock() - admission.round.opened_at)
@@ -191,9 +196,10 @@ class RoundCoordinator:
             session = self._sessions[sim] = Session(sim, self._settings.rounds_kept)
         self._sessions.move_to_end(sim)
         surplus = len(self._sessions) - self._settings.sessions_kept
-        idle = [old for old, kept in self._sessions.items() if kept.is_idle and old != sim]
-        for old in idle[: max(0, surplus)]:
-            del self._sessions[old]
+        if surplus > 0:
+            idle = (old for old, kept in self._sessions.items() if kept.is_idle and old != sim)
+            for old in list(itertools.islice(idle, surplus)):
+                del self._sessions[old]
         return session
 
     def _patience(self, membership: Membership) -> float:
@@ -224,6 +230,18 @@ class RoundCoordinator:
             members = round_.close()
             del self._full[id(round_)]
             self._tell()  # a round that all have left is finished
+        if not members:
+            return  # all have left
+        try:
+            await self._prefill(round_, members, self._clock() - started)
+        finally:
+            # Whoever got nothing prefills for itself, with retries: a lost prefill replica, or one
+            # bad member, must not fail the others.
+            for member in members:
+                self._hand_to(member, None)
+
+    async def _prefill(self, round_: Round, members: list[Member], gathered_s: float) -> None:
+        """Have a closed round prefilled, and hand each member its part as it comes."""
         plan = plan_round(round_, members)
         log.info(
             "round %s of sim %r: %d members, %d absent",
@@ -233,27 +251,25 @@ class RoundCoordinator:
             plan.absent,
         )
         self._metrics.round_members.observe(len(members))
-        self._metrics.gather_seconds.observe(self._clock() - started)
-        work = RoundPrefill(plan=plan, requests=[m.request for m in members if m.request.hand_over])
-        by_request = {member.request.request_id: member for member in members}
+        self._metrics.gather_seconds.observe(gathered_s)
+        by_request = {member.asked.request_id: member for member in members}
         for member in members:
-            if not member.request.hand_over:
+            if not member.asked.hand_over:
                 self._hand_to(member, None)
+        work = RoundPrefill(plan=plan, requests=[m.asked for m in members if m.asked.hand_over])
+        if not work.requests:
+            return
         try:
-            if work.requests:
-                done = self._dispatcher.engines.prefill_round(work)
-                async with contextlib.aclosing(done):
-                    async for part in done:
-                        self._hand_to(by_request[part.request_id], part.handover)
+            done = self._dispatcher.engines.prefill_round(work)
+            async with contextlib.aclosing(done):
+                async for part in done:
+                    if part.error is not None:
+                        log.warning("prefill of %s: %s", part.request_id, part.error)
+                    self._hand_to(by_request[part.request_id], part.handover)
         except Unavailable as error:
             log.warning("round %s of sim %r: %s", round_.number, round_.sim, error.message)
         except RequestError:
             log.exception("round %s of sim %r", round_.number, round_.sim)
-        finally:
-            # Whoever got nothing prefills for itself, with retries: a lost prefill replica, or one
-            # bad member, must not fail the others.
-            for member in members:
-                self._hand_to(member, None)
 
     def _hand_to(self, member: Member, handover: Handover | None) -> None:
         """Give a member its prefill; if it has left or has one already, give the prefill up."""

@@ -34,10 +34,6 @@ class KVDirectory:
         self._entries[state.replica] = _Entry(state, self._clock() + self._ttl_s)
         return self.epoch
 
-    def remove(self, replica: ReplicaId) -> None:
-        """A replica that stops says so; one that is not known is no error."""
-        self._entries.pop(replica, None)
-
     def replicas(self) -> list[ReplicaState]:
         """Replicas that are alive, by id. Mutates: forgets the expired ones."""
         now = self._clock()

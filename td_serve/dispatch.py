@@ -129,7 +129,14 @@ class Dispatcher:
 
     def give_up(self, handover: Handover) -> None:
         """Release a handover in the background. If no replica can, its lease ends the pin."""
-        self._in_background(self.engines.release(handover))
+
+        async def release() -> None:
+            # Later there is nothing left to release.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(handover.lease_s, 1.0)):
+                    await self.engines.release(handover)
+
+        self._in_background(release())
 
     def abandon(self, request_id: RequestId) -> None:
         """Cancel a member's prefill in the background: its client has gone."""
@@ -157,10 +164,9 @@ class Dispatcher:
         Raises _NotAdmittedError when no engine has taken the request in half of the lease. It must
         not take it later: it would read blocks that the prefill engine has given to somebody else.
         """
-        deltas = self.engines.decode(request, handover)
         admitted = False
         try:
-            async with contextlib.aclosing(deltas):
+            async with contextlib.aclosing(self.engines.decode(request, handover)) as deltas:
                 try:
                     async with asyncio.timeout(handover.lease_s / 2 if handover else None):
                         admitted = await anext(deltas, None) is not None

@@ -8,8 +8,11 @@ TdServeError
 ├── ReplayError            a replay cannot go on
 └── RequestError           one request cannot be served; carries the HTTP status a client sees
     ├── BadRequest             400  a field of the request is wrong
+    ├── NotFound               404  what the path names is not there
     ├── RoundConflict          409  a member contradicts its round
+    ├── TooLarge               413  the request's body is too large
     ├── Unavailable            503  no replica could serve it; trying again may help
+    │   └── ReplicaLost             the replica that was called is gone
     └── EngineFailure          500  an engine failed in mid-request
 """
 
@@ -66,6 +69,18 @@ class BadRequest(RequestError):
     status = HTTPStatus.BAD_REQUEST
 
 
+class NotFound(RequestError):
+    """What the path names is not there."""
+
+    status = HTTPStatus.NOT_FOUND
+
+
+class TooLarge(RequestError):
+    """The request's body is too large."""
+
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+
+
 class RoundConflict(RequestError):
     """A member contradicts its round: the same agent twice, another number of agents."""
 
@@ -76,6 +91,10 @@ class Unavailable(RequestError):
     """No replica could serve the request. Trying again may help."""
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+class ReplicaLost(Unavailable):
+    """The replica that was called has died, or there is none."""
 
 
 class EngineFailure(RequestError):

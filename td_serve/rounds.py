@@ -84,7 +84,7 @@ class RoundRequest(_Body, frozen=True, kw_only=True):
     completion: dict[str, Any] = {}
 
 
-_OURS = ("model", "messages", "stream", "stream_options", "td_round", "kv_transfer_params")
+_OURS = ("model", "messages", "stream", "stream_options", "td_round", "request_id")
 
 
 def check(request: RoundRequest) -> None:
@@ -112,10 +112,16 @@ def messages(
         {"role": role, "content": JOIN.join(part for part in parts if part)}
         for role, parts in (("system", system), ("user", user))
     ]
-    filled = [message for message in composed if message["content"]]
-    if not filled:
-        raise BadRequest(f"agents: {agent.agent!r} has nothing to read", "agents")
-    return filled
+    return [message for message in composed if message["content"]]
+
+
+def check_filled(request: RoundRequest, shared: Sequence[AgentOutput]) -> None:
+    """Every agent has something to read. Raises BadRequest."""
+    if request.preamble or any(output.text for output in shared):
+        return
+    for agent in request.agents:
+        if not (agent.system or agent.private or agent.task):
+            raise BadRequest(f"agents: {agent.agent!r} has nothing to read", "agents")
 
 
 def membership(request: RoundRequest, position: int) -> Membership:

@@ -77,7 +77,7 @@ class RoundsOfASession(RuleBasedStateMachine):
         self.seen: dict[int, Seen] = {}
         self.known: set[str] = set()
         self.implicit: int | None = None
-        self.below = 0
+        self.forgotten: set[int] = set()
 
     @rule(seconds=st.integers(1, 30))
     def time_passes(self, seconds: int) -> None:
@@ -154,6 +154,10 @@ class RoundsOfASession(RuleBasedStateMachine):
         if waiting:
             del seen.members[admission.member.agent]
             assert admission.member.agent not in admission.round.members
+            if not seen.members:  # a round that nobody is in has not been
+                del self.seen[admission.round.number]
+                if self.implicit == admission.round.number:
+                    self.implicit = None
         else:
             assert admission.round.members[admission.member.agent] is admission.member
             if admission.member.state is MemberState.RUNNING:
@@ -198,8 +202,8 @@ class RoundsOfASession(RuleBasedStateMachine):
         for old in gone:
             assert self.is_finished(self.seen[old]), "an unfinished round was forgotten"
             del self.seen[old]
-            self.below = max(self.below, old + 1)
-        if number < self.below:
+            self.forgotten.add(old)
+        if number in self.forgotten:
             seen.dispatched = []  # it has been, and is forgotten: whoever comes now is late
         finished = [s for n, s in self.seen.items() if n != number and self.is_finished(s)]
         assert len(finished) <= self.kept
@@ -264,7 +268,7 @@ class RoundsOfASession(RuleBasedStateMachine):
             if round_.closed:
                 assert all(m.state is not MemberState.WAITING for m in round_.members.values())
                 assert set(seen.dispatched or ()) <= set(round_.members)
-            record = self.session.record(number)
+            record = self.session.rounds[number].record()
             assert record is not None
             done = [m.agent for m in round_.in_order() if m.state is MemberState.DONE]
             assert [output.agent for output in record.outputs] == done
@@ -312,10 +316,10 @@ def test_the_record_is_in_the_same_order_whoever_finished_first() -> None:
         join(session, agent, 0, 3)
     for member in reversed(session.rounds[0].close()):
         end(member, MemberState.DONE)
-    record = session.record(0)
+    record = session.rounds[0].record()
     assert record is not None
     assert [output.agent for output in record.outputs] == ["ada", "bo", "cyd"]
-    assert session.record(1) is None
+    assert 1 not in session.rounds
 
 
 # ------------------------------------------------------------------------------------ plans

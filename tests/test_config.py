@@ -278,8 +278,11 @@ configs = st.builds(
         cpu_threads=positive,
     ),
     ingress=replicas,
-    coordinator=replicas,
-    directory=replicas,
+    coordinator=st.builds(ReplicaConfig, **{**replica_fields, "autoscaling": st.none()}),
+    directory=st.builds(
+        ReplicaConfig,
+        **{**replica_fields, "autoscaling": st.none(), "num_replicas": st.just(1)},
+    ),
     prefill=engine_replicas,
     decode=engine_replicas,
     env=env,
@@ -315,3 +318,16 @@ def test_scaling_between_bounds_that_cross_is_refused() -> None:
     data = {"model": "m", "decode": {"autoscaling": {"min_replicas": 3, "max_replicas": 2}}}
     with pytest.raises(ConfigError, match=r"args\.decode\.autoscaling: .* got 3 and 2"):
         decode(data, DeploymentConfig, path="args")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"directory": {"num_replicas": 2}}, "Expected one replica of `directory`"),
+        ({"directory": {"autoscaling": {}}}, "Expected one replica of `directory`"),
+        ({"coordinator": {"autoscaling": {}}}, "Expected no autoscaling of `coordinator`"),
+    ],
+)
+def test_what_would_break_a_deployment_is_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        decode({"model": "m", **change}, DeploymentConfig, path="args")

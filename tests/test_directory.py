@@ -47,14 +47,6 @@ def test_an_entry_lives_for_its_time_and_renewal_starts_it_anew() -> None:
     assert directory.replicas() == [state("a")]
 
 
-def test_a_replica_may_say_that_it_stops_even_twice() -> None:
-    directory = KVDirectory(clock=Clock())
-    directory.register(state("a"))
-    directory.remove(ReplicaId("a"))
-    directory.remove(ReplicaId("a"))
-    assert directory.replicas() == []
-
-
 def test_every_registration_answers_with_the_directorys_birth() -> None:
     first, second = KVDirectory(clock=Clock()), KVDirectory(clock=Clock())
     assert first.register(state("a")) == first.register(state("b")) == first.epoch

@@ -94,7 +94,7 @@ def test_all_agents_read_the_shared_part_word_for_word(
 def test_an_agent_with_nothing_to_read_is_refused_by_name() -> None:
     request = make(agents=[{"agent": "mute"}])
     with pytest.raises(BadRequest, match="'mute' has nothing to read") as caught:
-        rounds.messages(request, request.agents[0], [])
+        rounds.check_filled(request, [])
     assert caught.value.field == "agents"
 
 
@@ -123,7 +123,7 @@ def test_an_agent_named_twice_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["model", "messages", "stream", "stream_options", "td_round", "kv_transfer_params"],
+    ["model", "messages", "stream", "stream_options", "td_round", "request_id"],
 )
 def test_what_the_server_sets_is_not_the_clients_to_set(name: str) -> None:
     with pytest.raises(BadRequest, match=f"completion.{name}: set by the server") as caught:

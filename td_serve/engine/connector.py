@@ -17,14 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 from nixl import _api as nixl_api
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
 
 _PR_SET_PDEATHSIG = 1
+
+STARTED_BY = "td_started_by"
+"""Key of the connector's extra configuration: the process id of the engine's host."""
 
 PROGRESS_DELAY = "td_progress_delay_us"
 """Key of the connector's extra configuration: microseconds; 0 is NIXL's own busy polling."""
@@ -34,17 +39,24 @@ class NixlConnector(NixlPullConnector):
     """The pull connector; made in scheduler and worker processes by vLLM."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        _end_with_parent()
-        delay_us = vllm_config.kv_transfer_config.get_from_extra_config(PROGRESS_DELAY, 0)
+        setting = vllm_config.kv_transfer_config.get_from_extra_config
+        _end_with_parent(int(setting(STARTED_BY, 0)))
+        delay_us = setting(PROGRESS_DELAY, 0)
         with _progress_delay(int(delay_us)):
             super().__init__(vllm_config, role, kv_cache_config)
 
 
-def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies (prctl(2), Linux)."""
+def _end_with_parent(started_by: int) -> None:
+    """Have the kernel kill this process when its parent dies (prctl(2), Linux).
+
+    `started_by` is the process that hosts the engine: had it died before, nobody would tell.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    family = [os.getpid(), *(parent.pid for parent in psutil.Process().parents())]
+    if started_by and started_by not in family:
+        raise SystemExit(f"process {started_by}, which started this engine, has ended")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -33,7 +33,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from td_serve.config import EngineConfig, NixlConfig
 from td_serve.engine.codec import decode_sampling, to_delta
-from td_serve.engine.connector import PROGRESS_DELAY
+from td_serve.engine.connector import PROGRESS_DELAY, STARTED_BY
 from td_serve.engine.versions import check_vllm
 from td_serve.errors import BadRequest, ConfigError, EngineFailure, RequestError, Unavailable
 from td_serve.transfer.nixl import UcxLog, assert_transports, engine_env, side_channel_host
@@ -236,28 +236,35 @@ class EngineHost:
         The first delta is empty: it says that the handover is this engine's from now on, to be read
         or given up on every path, abort included. Raises BadRequest, EngineFailure or Unavailable.
         """
+        if handover is not None and handover.request_id != request.request_id:
+            raise EngineFailure(
+                f"request {request.request_id} came with the handover of {handover.request_id}"
+            )
+        first = True
         try:
             yield ADMITTED
-        except GeneratorExit:
-            if handover is not None:
+            params = decode_sampling(request.sampling)
+            if handover is not None and request.n > 1:
+                # vLLM gives each continuation the same handle, and a handle serves one read: read
+                # the prompt once, then let all continuations hit this engine's own prefix cache.
+                await self._pull(request, handover)
+            elif handover is not None:
+                params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": handover.kv}
+            async for output in self._generate(request, params):
+                cached = output.num_cached_tokens or 0
+                delta = to_delta(
+                    output,
+                    cached_tokens=cached if handover is None else handover.cached_tokens,
+                    first=first,
+                )
+                first = False
+                yield delta
+        except BaseException:
+            # Before its first output the engine may not have taken the request at all. If it has,
+            # it gives the handover up too, and the prefill engine ignores the second word.
+            if handover is not None and first:
                 await self.release(handover)
             raise
-        params = decode_sampling(request.sampling)
-        if handover is not None and request.n > 1:
-            # vLLM gives each continuation the same handle, and a handle serves one read: read the
-            # prompt once, then let all continuations hit this engine's own prefix cache.
-            await self._pull(request, handover)
-        elif handover is not None:
-            params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": handover.kv}
-        first = True
-        async for output in self._generate(request, params):
-            cached = output.num_cached_tokens or 0
-            yield to_delta(
-                output,
-                cached_tokens=cached if handover is None else handover.cached_tokens,
-                first=first,
-            )
-            first = False
 
     async def release(self, handover: Handover) -> None:
         """Tell the engine that holds `handover`'s blocks that nobody will read them."""
@@ -278,11 +285,6 @@ class EngineHost:
             waiting=self._gauges.waiting,
             kv_usage=self._gauges.kv_usage,
         )
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that the engine has accepted and not finished."""
-        return int(self._llm.get_num_unfinished_requests())
 
     async def check_health(self) -> None:
         """Raises Unavailable when the engine has died."""
@@ -333,10 +335,18 @@ class EngineHost:
                             f"request {request.request_id}: {self.replica} could not load its KV"
                         )
                     yield output
+        except RequestError:
+            raise
         except EngineDeadError as error:
             raise Unavailable(f"{self.replica}: the engine has died") from error
-        except VLLMClientError as error:
+        except (VLLMClientError, ValueError) as error:
             raise BadRequest(str(error)) from error
+        except GracefulHTTPError as error:
+            raise Unavailable(f"{self.replica}: {error}") from error
+        except Exception as error:
+            raise EngineFailure(
+                f"request {request.request_id}: {self.replica} failed: {error!r}"
+            ) from error
 
 
 def _engine_args(
@@ -375,6 +385,7 @@ def _engine_args(
                 "backends": [nixl.backend],
                 "kv_lease_duration": nixl.lease_s,
                 PROGRESS_DELAY: nixl.progress_delay_us,
+                STARTED_BY: os.getpid(),
             },
         ),
         **{name: value for name, value in optional.items() if value is not None},

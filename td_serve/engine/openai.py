@@ -33,6 +33,17 @@ from td_serve.replies import JsonReply, Reply, StreamReply, error_reply
 from td_serve.types import Membership
 
 _ADDRESSES_OF_MEMORY = ("kv_transfer_params", "ec_transfer_params")
+_OF_THE_MODEL = (
+    "tokenizer",
+    "tokenizer_mode",
+    "tokenizer_revision",
+    "trust_remote_code",
+    "revision",
+    "config_format",
+    "hf_config_path",
+    "hf_overrides",
+)
+"""Engine arguments that say how the model's files are read, here as in the engines."""
 _ERROR_EVENT = 'data: {"error"'
 
 
@@ -73,6 +84,7 @@ class OpenAIFrontend:
             max_model_len=engine.max_model_len,
             block_size=engine.block_size,
             enforce_eager=True,
+            **{name: engine.extra[name] for name in _OF_THE_MODEL if name in engine.extra},
         ).create_engine_config()
         remote = RemoteEngine(config, serve)
         state = State()
@@ -134,11 +146,21 @@ def _decode(kind: Any, body: dict[str, Any], membership: Membership | None) -> A
     if request.use_beam_search:
         raise BadRequest("use_beam_search: not served", field="use_beam_search")
     if membership is not None:
+        _check_one_prompt(body.get("prompt"))
         request.vllm_xargs = {
             **(request.vllm_xargs or {}),
             MEMBERSHIP_ARG: msgspec.json.encode(membership).decode(),
         }
     return request
+
+
+def _check_one_prompt(prompt: object) -> None:
+    """A member of a round speaks once. A list of token ids is one prompt. Raises BadRequest."""
+    is_tokens = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+    if isinstance(prompt, list) and not is_tokens and len(prompt) != 1:
+        raise BadRequest(
+            f"prompt: {len(prompt)} prompts, expected one for a member of a round", field="prompt"
+        )
 
 
 def _first_fault(error: pydantic.ValidationError) -> BadRequest:

@@ -9,6 +9,7 @@ vLLM's own code, unchanged.
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any, Never
 
@@ -85,11 +86,19 @@ class RemoteEngine(EngineClient):
         if isinstance(prompt, Mapping) and prompt.get("mm_placeholders"):
             raise BadRequest("only text prompts are served (no images or audio)", field="messages")
         params = sampling_params.clone()
+        # What an engine would refuse is refused here, before anything is prefilled for it.
+        params.verify(
+            self.model_config,
+            self.vllm_config.speculative_config,
+            self.vllm_config.structured_outputs_config,
+            self.renderer.tokenizer,
+        )
         extra = dict(params.extra_args or {})
         membership = extra.pop(MEMBERSHIP_ARG, None)
         params.extra_args = extra or None
         return GenerateRequest(
-            request_id=RequestId(request_id),
+            # A client may choose `request_id`, even one that is in use: ours must be its own.
+            request_id=RequestId(f"{request_id}-{uuid.uuid4().hex[:16]}"),
             prompt_token_ids=list(parts.token_ids),
             sampling=encode_sampling(params),
             n=params.n,

@@ -34,6 +34,7 @@ from td_serve.config import (
 from td_serve.coordinator import RoundCoordinator as Coordinator
 from td_serve.directory import KVDirectory as Directory
 from td_serve.dispatch import Dispatcher
+from td_serve.errors import EngineFailure, ReplicaLost
 from td_serve.metrics import Meter, Metrics
 from td_serve.models.resolve import resolve
 from td_serve.serve.calls import ask, stream
@@ -271,8 +272,26 @@ class Ingress:
 
     def _serve(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         if request.membership is not None:
-            return self._coordinator.play(request)
+            return self._play(request)
         return self._dispatcher.generate(request)
+
+    async def _play(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """Have a member served; if its coordinator dies before it has output, by the next one."""
+        delivered = False
+        for attempts_left in reversed(range(self._dispatcher.settings.attempts)):
+            try:
+                async with contextlib.aclosing(self._coordinator.play(request)) as deltas:
+                    async for delta in deltas:
+                        delivered = True
+                        yield delta
+                return
+            except ReplicaLost as error:
+                if delivered:
+                    raise EngineFailure(
+                        f"request {request.request_id} broke off in mid-answer: {error.message}"
+                    ) from error
+                if not attempts_left:
+                    raise
 
 
 def _metrics() -> Metrics:

@@ -19,7 +19,7 @@ from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from td_serve.errors import EngineFailure, RequestError, Unavailable
+from td_serve.errors import EngineFailure, ReplicaLost, RequestError, Unavailable
 from td_serve.types import M, unpack
 
 
@@ -80,7 +80,7 @@ def _translated() -> Iterator[None]:
         raise Unavailable("the call was cancelled in the replica") from error
     except (RayServeException, RayError) as error:
         # Dead actors and nodes, deployments without replicas, queues that are full.
-        raise Unavailable(f"{type(error).__name__}: {_first_line(error)}") from error
+        raise ReplicaLost(f"{type(error).__name__}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

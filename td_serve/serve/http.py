@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -23,7 +24,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from td_serve import rounds
-from td_serve.errors import BadRequest, RequestError, Unavailable
+from td_serve.errors import (
+    BadRequest,
+    NotFound,
+    RequestError,
+    RoundConflict,
+    TooLarge,
+    Unavailable,
+)
 from td_serve.replies import JsonReply, Reply, StreamReply, error_reply
 from td_serve.rounds import RoundField, RoundRequest, decode_body
 from td_serve.types import AgentId, AgentOutput, Membership, ReplicaState, RoundRecord, SessionId
@@ -113,7 +121,10 @@ def make_http_app(frontend: Frontend, coordinator: Rounds, directory: Directory)
     async def record(sim: str, number: str) -> Response:
         if not (number.isascii() and number.isdecimal() and len(number) < 20):
             raise BadRequest(f"round: {number!r}, expected an integer", field="round")
-        kept = await coordinator.record(SessionId(sim), int(number), 0.0)
+        try:
+            kept = await coordinator.record(SessionId(sim), int(number), 0.0)
+        except RoundConflict as error:
+            raise NotFound(error.message, field="round") from error
         return JSONResponse(msgspec.to_builtins(kept))
 
     @app.delete("/v1/rounds/{sim}")
@@ -139,23 +150,22 @@ def make_http_app(frontend: Frontend, coordinator: Rounds, directory: Directory)
 async def _play_round(round_: RoundRequest, frontend: Frontend, coordinator: Rounds) -> Reply:
     """Every agent's completion, and the round's sums; streamed as agents finish, if wanted."""
     shared = await _shared(round_, coordinator)
-    bodies = [
-        {
-            **round_.completion,
-            "model": round_.model,
-            "messages": rounds.messages(round_, agent, shared),
-        }
-        for agent in round_.agents
-    ]
+    rounds.check_filled(round_, shared)
 
     async def one(position: int) -> dict[str, Any]:
-        reply = await frontend.chat(bodies[position], rounds.membership(round_, position))
+        # Composed here and not for all at once: the shared text goes into every prompt.
+        body = {
+            **round_.completion,
+            "model": round_.model,
+            "messages": rounds.messages(round_, round_.agents[position], shared),
+        }
+        reply = await frontend.chat(body, rounds.membership(round_, position))
         assert isinstance(reply, JsonReply), "a request without `stream` got a stream"
         key = "response" if reply.status < 400 else "error"
         body = reply.body if key == "response" else reply.body["error"]
         return {"agent": round_.agents[position].agent, key: body}
 
-    results = _as_finished([one(position) for position in range(len(bodies))])
+    results = _as_finished([one(position) for position in range(len(round_.agents))])
     if round_.stream:
         return StreamReply(_round_events(round_, shared, results))
     async with contextlib.aclosing(results):
@@ -230,9 +240,11 @@ async def _as_finished(
 
 async def _body(request: Request) -> dict[str, Any]:
     """The request's JSON object. Raises BadRequest."""
-    raw = await request.body()
-    if len(raw) > MAX_BODY_BYTES:
-        raise BadRequest(f"body: {len(raw)} bytes, expected at most {MAX_BODY_BYTES}")
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > MAX_BODY_BYTES:
+            raise TooLarge(f"body: more than {MAX_BODY_BYTES} bytes, which is the most")
     try:
         # Unlike `json`, this refuses what no other process could take: NaN, lone surrogates.
         body = msgspec.json.decode(raw)
@@ -267,7 +279,9 @@ async def _disconnected(request: Request) -> None:
 
 
 def _json(reply: JsonReply) -> Response:
-    return JSONResponse(reply.body, status_code=reply.status)
+    # The openai client sends a conflict again by itself; it would only meet the same one.
+    headers = {"x-should-retry": "false"} if reply.status == HTTPStatus.CONFLICT else None
+    return JSONResponse(reply.body, status_code=reply.status, headers=headers)
 
 
 def _event(data: dict[str, Any]) -> str:

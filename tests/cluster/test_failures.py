@@ -165,6 +165,40 @@ async def test_a_replica_is_killed_while_it_works(
     assert await stream(client, f"{victim}: {LONG}", 24) == expected
 
 
+async def test_the_coordinator_is_killed_while_members_gather(cluster: Cluster) -> None:
+    """They had no output yet: the next coordinator gathers them anew."""
+
+    async def speak(http: httpx.AsyncClient, agent: str) -> int:
+        place = {"sim": "orphans", "round": 0, "agent": agent, "n_agents": 3, "deadline_ms": 60_000}
+        answer = await http.post(
+            f"{cluster.url}/completions",
+            json={"model": MODEL, "prompt": f"{agent} says", "max_tokens": 4, "td_round": place},
+        )
+        return answer.status_code
+
+    async with httpx.AsyncClient(timeout=120) as http:
+        early = [asyncio.create_task(speak(http, agent)) for agent in ("adam", "mary")]
+        await asyncio.sleep(2)  # so that they are on the coordinator that dies
+        cluster.kill("RoundCoordinator")
+        await asyncio.to_thread(wait_for, cluster.is_running, 120, "recovery")
+        assert [await speak(http, "wren"), *await asyncio.gather(*early)] == [200, 200, 200]
+        record = (await http.get(f"{cluster.url}/rounds/orphans/0")).json()
+    assert [one["agent"] for one in record["outputs"]] == ["adam", "mary", "wren"]
+
+
+async def test_the_directory_is_killed(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    """Soft state: requests do not need it, and the replicas register with the next one."""
+    before = {state["replica"] for state in cluster.replicas()}
+    cluster.kill("KVDirectory")
+    assert await stream(client, "Is anybody there?", 4)
+    await asyncio.to_thread(
+        wait_for,
+        lambda: {state["replica"] for state in cluster.replicas()} == before,
+        60,
+        "the replicas in the new directory",
+    )
+
+
 async def test_pins_end_when_the_decode_replica_dies_before_it_reads(
     cluster: Cluster, client: openai.AsyncOpenAI
 ) -> None:

@@ -180,6 +180,8 @@ async def test_async_client_with_many_requests_at_once(cluster: Cluster) -> None
         ({"vllm_xargs": {"td_membership": "x"}}, 400, "vllm_xargs"),
         ({"use_beam_search": True, "n": 2}, 400, "use_beam_search"),
         ({"td_round": {"sim": "s"}}, 400, "td_round"),
+        ({"top_logprobs": 99, "logprobs": True}, 400, "logprobs"),
+        ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -220,7 +220,37 @@ async def test_rounds_without_a_record_and_forgotten_ones(cluster: Cluster) -> N
         await http.post(f"{cluster.url}/rounds", json=whole_round("brief", 0, stream=False))
         assert (await http.delete(f"{cluster.url}/rounds/brief")).json()["deleted"] is True
         assert (await http.delete(f"{cluster.url}/rounds/brief")).json()["deleted"] is False
-        assert (await http.get(f"{cluster.url}/rounds/brief/0")).status_code == 409
+        assert (await http.get(f"{cluster.url}/rounds/brief/0")).status_code == 404
+
+
+async def test_a_chosen_request_id_mixes_nobody_up(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    """Two members with the same `request_id`: each is answered on its own prompt."""
+    questions = {"adam": "Count: one, two,", "mary": "The colours of the rainbow are"}
+
+    async def ask(agent: str, **extra: Any) -> str:
+        answer = await client.completions.create(
+            model=MODEL, prompt=questions[agent], temperature=0, max_tokens=8, extra_body=extra
+        )
+        return answer.choices[0].text
+
+    alone = {agent: await ask(agent) for agent in questions}
+    place = {"sim": "same-id", "round": 0, "n_agents": 2}
+    together = await asyncio.gather(
+        *(ask(a, request_id="x", td_round={**place, "agent": a}) for a in questions)
+    )
+    assert dict(zip(questions, together, strict=True)) == alone
+
+
+async def test_a_list_of_prompts_is_no_member(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="2 prompts, expected one"):
+        await client.completions.create(
+            model=MODEL,
+            prompt=["a", "b"],
+            max_tokens=1,
+            extra_body={"td_round": {"sim": "l", "round": 0, "agent": "a", "n_agents": 1}},
+        )
 
 
 async def test_two_sessions_at_once_do_not_mix(

@@ -1,0 +1,1 @@
+"""Measurements of a deployment, one file per question; `td-serve bench` runs them."""
