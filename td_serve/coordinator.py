@@ -60,7 +60,7 @@ class RoundCoordinator:
         self.configure(settings)
 
     def configure(self, settings: CoordinatorSettings) -> None:
-        """Take new tunables; rounds under way keep theirs."""
+        """Take new tunables; rounds under way keep theirs, sessions their `rounds_kept`."""
         self._settings = settings
         self._dispatcher.settings = settings.dispatch
 

@@ -52,14 +52,16 @@ class Metrics:
             "td_round_members", "Members dispatched as one unit.", _MEMBERS
         )
         self.stragglers = meter.counter(
-            "td_round_stragglers_total", "Members served alone: their round had closed."
+            "td_round_stragglers_total",
+            "Members served alone: too late for their round, or again after a failure.",
         )
         self.prompt_tokens = meter.counter("td_prompt_tokens_total", "Prompt tokens served.")
         self.tokens_saved = meter.counter(
             "td_prefill_tokens_saved_total", "Prompt tokens that no engine computed."
         )
         self.retries = meter.counter(
-            "td_request_retries_total", "Requests started anew after an engine failed."
+            "td_request_retries_total",
+            "Requests started anew: an engine failed, or none took them in time.",
         )
         self.directory_epoch = meter.gauge(
             "td_directory_epoch", "Birth number of the directory this replica is registered with."

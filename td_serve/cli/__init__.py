@@ -6,7 +6,6 @@ arguments to an exit code, and imports what is heavy inside that function: `--he
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -26,9 +25,7 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in names:
-        module = f"{__name__}.{name}"
-        if importlib.util.find_spec(module) is not None:
-            importlib.import_module(module).add_parser(commands)
+        importlib.import_module(f"{__name__}.{name}").add_parser(commands)
     return parser
 
 

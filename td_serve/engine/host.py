@@ -263,14 +263,21 @@ class EngineHost:
             # Before its first output the engine may not have taken the request at all. If it has,
             # it gives the handover up too, and the prefill engine ignores the second word.
             if handover is not None and first:
-                await self.release(handover)
+                with contextlib.suppress(Unavailable):
+                    await self.release(handover)
             raise
 
     async def release(self, handover: Handover) -> None:
-        """Tell the engine that holds `handover`'s blocks that nobody will read them."""
-        await self._llm.notify_kv_transfer_request_rejected(
-            f"{handover.request_id}-release-{uuid.uuid4().hex[:8]}", handover.kv
-        )
+        """Tell the engine that holds `handover`'s blocks that nobody will read them.
+
+        Raises Unavailable.
+        """
+        try:
+            await self._llm.notify_kv_transfer_request_rejected(
+                f"{handover.request_id}-release-{uuid.uuid4().hex[:8]}", handover.kv
+            )
+        except EngineDeadError as error:
+            raise Unavailable(f"{self.replica}: the engine has died") from error
 
     def state(self) -> ReplicaState:
         """Who this engine is and what it holds right now."""

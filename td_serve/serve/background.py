@@ -76,6 +76,8 @@ def _wait_until_ready(
     while (waited := time.monotonic() - started) < patience_s:
         if process.poll() is not None:
             raise NotServingError(f"`serve run` ended with {process.returncode}:\n{_tail(log)}")
+        if _has_failed(log):
+            raise NotServingError(f"the deployment failed:\n{_tail(log)}")
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"{base_url}/health", timeout=2).is_success:
                 return
@@ -123,6 +125,12 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def _has_failed(log: Path) -> bool:
+    """`serve run` tells of a deployment that failed, and then goes on running."""
+    said = log.read_text("utf-8", "replace").splitlines()
+    return any("Deploying app" in line and "failed" in line for line in said)
 
 
 def _tail(log: Path, lines: int = 30) -> str:

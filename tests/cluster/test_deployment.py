@@ -166,7 +166,11 @@ def test_three_redeploys_leave_one_of_each(neighbour: Cluster) -> None:
         "PrefillReplica": 1,
         "DecodeReplica": 1,
     }.items():
-        assert len(neighbour.pids(deployment)) == count, deployment
+        wait_for(
+            lambda name=deployment, count=count: len(neighbour.pids(name)) == count,
+            60,
+            lambda name=deployment: f"one set of {name}: {neighbour.pids(name)}",
+        )
     engines = [p for p in neighbour.processes() if _is_engine(p)]
     assert len(engines) == 2, "no engine of an old replica is left"
 

@@ -135,6 +135,7 @@ def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
         "type": "function",
         "function": {
             "name": "order_bread",
+            "strict": True,
             "parameters": {
                 "type": "object",
                 "properties": {"kind": {"enum": ["rye", "wheat"]}},
@@ -146,7 +147,7 @@ def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=HELLO,
-        max_tokens=40,
+        max_tokens=100,
         temperature=0,
         tools=[tool],
         tool_choice={"type": "function", "function": {"name": "order_bread"}},
