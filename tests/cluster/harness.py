@@ -117,8 +117,10 @@ class Cluster:
         path = self.temp / "cluster.yaml"
         path.write_text(yaml.safe_dump(data), "utf-8")
         self.run("td-serve", "check", str(path))
+        before = self._deployed_at()
         self.run("serve", "deploy", "--address", self.dashboard_url, str(path))
-        wait_for(self.is_running, 240, f"the deployment ({self.temp})")
+        wait_for(lambda: self._deployed_at() != before, 60, "Serve to take the file")
+        wait_for(self.is_running, 240, lambda: f"the deployment ({self.temp}): {self.status()}")
 
     @property
     def dashboard_url(self) -> str:
@@ -146,13 +148,13 @@ class Cluster:
         return found
 
     def is_running(self) -> bool:
-        """Every application runs, with every deployment healthy, and the replicas are known."""
+        """Every application runs, with all of its replicas and no others, and they are known."""
         applications = self.status()["applications"].values()
         if any(app["status"] == "DEPLOY_FAILED" for app in applications):
             raise AssertionError(f"deployment failed: {[app['message'] for app in applications]}")
         healthy = applications and all(
             app["status"] == "RUNNING"
-            and all(one["status"] == "HEALTHY" for one in app["deployments"].values())
+            and all(_is_complete(one) for one in app["deployments"].values())
             for app in applications
         )
         return bool(healthy) and httpx.get(f"{self.base}/health", timeout=10).status_code == 200
@@ -222,6 +224,11 @@ class Cluster:
         psutil.wait_procs(processes, timeout=30)
         shutil.rmtree(self.temp, ignore_errors=True)
 
+    def _deployed_at(self) -> list[float]:
+        """When each application was last deployed, by Serve's clock."""
+        applications = self.status()["applications"]
+        return [applications[name]["last_deployed_time_s"] for name in sorted(applications)]
+
     def _dashboard_is_up(self) -> bool:
         assert self._head.poll() is None, f"ray start ended:\n{self.log.read_text()}"
         return self._ask_dashboard("/api/version").is_success
@@ -231,6 +238,12 @@ class Cluster:
         return httpx.get(
             self.dashboard_url + path, headers={"Authorization": f"Bearer {token}"}, timeout=10
         )
+
+
+def _is_complete(deployment: Mapping[str, Any]) -> bool:
+    states = [replica["state"] for replica in deployment["replicas"]]
+    target = deployment["deployment_config"]["num_replicas"]
+    return deployment["status"] == "HEALTHY" and states == ["RUNNING"] * target
 
 
 def wait_for(
