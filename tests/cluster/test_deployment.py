@@ -159,8 +159,8 @@ def test_three_redeploys_leave_one_of_each(neighbour: Cluster) -> None:
         wait_for(lambda: len(neighbour.replicas()) == 2, 60, "the old replicas' end")
         epochs.add(tuple(sorted(state["epoch"] for state in neighbour.replicas())))
     assert len(epochs) == 3, "every redeploy made new engines"
-    # `deploy` has waited until Serve knows of the wanted replicas and of no others. What it does not
-    # know would be a process too many.
+    # `deploy` has waited until Serve knows of the wanted replicas and of no others. What it does
+    # not know would be a process too many.
     for deployment, count in {
         "Ingress": 2,
         "RoundCoordinator": 2,
