@@ -3,7 +3,8 @@
 import asyncio
 import os
 
-os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
 from td_serve.config import CoordinatorSettings, EngineConfig, FrontendConfig, NixlConfig
 from td_serve.coordinator import RoundCoordinator
 from td_serve.engine.local import LocalEngines
