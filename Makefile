@@ -14,7 +14,7 @@ setup: ## build .venv: vLLM, Ray and the tools (about 3 GB; EXTRA=cuda for NVIDI
 	@[ -n "$(PYTHON)" ] || { echo "setup: no Python found; install Python 3.11 with its venv module" >&2; exit 1; }
 	@EXTRA=$(EXTRA) $(PYTHON) scripts/setup.py
 
-demo: setup ## serve a round of agents with a real model and show what is shared
+demo: setup ## serve, play three rounds of a small village, show them, stop
 	@$(BIN)/td-serve model fetch $(MODEL)
 	@$(BIN)/python examples/demo.py
 
