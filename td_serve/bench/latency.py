@@ -22,6 +22,13 @@ class Way(enum.Enum):
     """Through the proxy and the ingress."""
     ROUND = "round"
     """The same, as a round of one agent: through the coordinator too."""
+    FLOOR = "floor"
+    """Through the proxy and the ingress for an answer that needs no engine (`GET /v1/models`): what
+    Ray Serve takes for any HTTP request. No completion."""
+
+
+COMPLETIONS = (Way.DIRECT, Way.HTTP, Way.ROUND)
+"""The ways that give the same tokens."""
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -42,6 +49,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     http_p99_ms: float
     round_p50_ms: float
     round_p99_ms: float
+    floor_p50_ms: float
+    floor_p99_ms: float
     http_overhead_p50_ms: float
     http_overhead_p99_ms: float
     round_overhead_p50_ms: float
@@ -93,17 +102,17 @@ def row(concurrency: int, seconds: Mapping[Way, Sequence[float]]) -> Row:
 
 def table(rows: Sequence[Row]) -> Table:
     """The rows, p50 / p99 in milliseconds."""
-    made = Table(title="one-token completions, p50 / p99 in ms")
+    made = Table(title="one-token completions, p50/p99 in ms")
     made.add_column("in flight", justify="right")
-    for name in ("direct", "http", "round", "http − direct", "round − direct"):
+    for name in ("direct", "http", "round", "http − direct", "round − direct", "floor"):
         made.add_column(name, justify="right")
     for one in rows:
         values = msgspec.structs.asdict(one)
         made.add_row(
             str(one.concurrency),
             *(
-                f"{values[f'{name}_p50_ms']:.1f} / {values[f'{name}_p99_ms']:.1f}"
-                for name in ("direct", "http", "round", "http_overhead", "round_overhead")
+                f"{values[f'{name}_p50_ms']:.1f}/{values[f'{name}_p99_ms']:.1f}"
+                for name in ("direct", "http", "round", "http_overhead", "round_overhead", "floor")
             ),
         )
     return made

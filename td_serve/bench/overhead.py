@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from td_serve.bench.latency import Row, Way, row, take_turns
+from td_serve.bench.latency import COMPLETIONS, Row, Way, row, take_turns
 from td_serve.errors import TdServeError
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ async def check_agreement(ways: Ways, prompts: Sequence[list[int]]) -> None:
     """Raises TdServeError unless all ways give the same tokens for each prompt."""
     for prompt in prompts:
         answers = {
-            way.value: await ways.ask(way, prompt, uuid.uuid4().hex, show=True) for way in Way
+            way.value: await ways.ask(way, prompt, uuid.uuid4().hex, show=True)
+            for way in COMPLETIONS
         }
         if len({tuple(tokens or ()) for tokens in answers.values()}) != 1:
             raise TdServeError(f"the ways disagree, nothing is measured: {answers}")

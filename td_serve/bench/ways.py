@@ -1,6 +1,8 @@
 """One completion, three ways: by the replicas' handles, over HTTP, over HTTP in a round.
 
-All three run in this process, ask the same engines and get the same sampling parameters. The answer
+A fourth, the floor, asks for nothing that an engine would do.
+
+All run in this process, ask the same engines and get the same sampling parameters. The answer
 is one token: the engines then do the least that they can (a prefill, a read of its KV, one step),
 and what is left is the way. Prompts are salted, way by way, so that no prefix cache helps whoever
 comes second.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Awaitable
 from typing import Any
 
 import httpx
@@ -32,7 +35,7 @@ _ANSWER_PATIENCE_S = 120.0
 
 
 class Ways:
-    """The three ways to the deployment `app` at `base`. Use with `async with`."""
+    """The ways to the deployment `app` at `base`. Use with `async with`."""
 
     def __init__(self, base: str, app: str, model: str, most_in_flight: int) -> None:
         self._model = model
@@ -86,12 +89,15 @@ class Ways:
     async def ask(
         self, way: Way, prompt: list[int], salt: str, *, show: bool = False
     ) -> list[int] | None:
-        """Complete `prompt`. Gives the tokens if `show`; over HTTP they cost extra.
+        """Complete `prompt`. Gives the tokens if `show`; over HTTP they cost extra. FLOOR has none.
 
         Raises TdServeError when the request fails or its answer has another length.
         """
         if way is Way.DIRECT:
             return await self._ask_directly(prompt, salt)
+        if way is Way.FLOOR:
+            await self._answered(self._http.get("/v1/models"))
+            return None
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": prompt,
@@ -121,14 +127,19 @@ class Ways:
         _check_length(len(tokens))
         return tokens
 
-    async def _ask_over_http(self, body: dict[str, Any]) -> list[int] | None:
+    @staticmethod
+    async def _answered(request: Awaitable[httpx.Response]) -> httpx.Response:
         try:
-            answer = await self._http.post("/v1/completions", content=msgspec.json.encode(body))
+            answer = await request
         except httpx.HTTPError as error:
-            raise TdServeError(f"a completion failed: {error!r}") from error
+            raise TdServeError(f"a request failed: {error!r}") from error
         if answer.status_code != httpx.codes.OK:
-            raise TdServeError(f"a completion failed: {answer.status_code}: {answer.text[:500]}")
-        found = msgspec.json.decode(answer.content)
+            raise TdServeError(f"a request failed: {answer.status_code}: {answer.text[:500]}")
+        return answer
+
+    async def _ask_over_http(self, body: dict[str, Any]) -> list[int] | None:
+        posted = self._http.post("/v1/completions", content=msgspec.json.encode(body))
+        found = msgspec.json.decode((await self._answered(posted)).content)
         _check_length(found["usage"]["completion_tokens"])
         tokens: list[int] | None = found["choices"][0].get("token_ids")
         return tokens

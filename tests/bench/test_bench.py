@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from td_serve.bench.latency import Row, Way, percentile, row, table, take_turns
+from td_serve.bench.latency import COMPLETIONS, Row, Way, percentile, row, table, take_turns
 from td_serve.bench.memory import KINDS, PeakMemory, kind_of
 from td_serve.bench.overhead import PROMPT_TOKENS, Prompts, measure_overhead
 from td_serve.bench.processes import descendants, ending_descendants
@@ -38,6 +38,8 @@ ROW_KEYS = [
     "http_p99_ms",
     "round_p50_ms",
     "round_p99_ms",
+    "floor_p50_ms",
+    "floor_p99_ms",
     "http_overhead_p50_ms",
     "http_overhead_p99_ms",
     "round_overhead_p50_ms",
@@ -52,7 +54,10 @@ SUMMARY_KEYS = [
 
 
 def a_row(concurrency: int) -> Row:
-    return row(concurrency, {Way.DIRECT: [0.010], Way.HTTP: [0.014], Way.ROUND: [0.019]})
+    return row(
+        concurrency,
+        {Way.DIRECT: [0.010], Way.HTTP: [0.014], Way.ROUND: [0.019], Way.FLOOR: [0.002]},
+    )
 
 
 class FakeWays:
@@ -119,8 +124,8 @@ def test_the_table_shows_every_row() -> None:
     console.print(table([a_row(1), a_row(32)]))
     said = console.export_text()
     assert "32" in said
-    assert said.count("10.0 / 10.0") == 2
-    assert said.count("9.0 / 9.0") == 2
+    assert said.count("10.0/10.0") == 2
+    assert said.count("9.0/9.0") == 2
 
 
 def test_the_summary_takes_the_round_at_eight() -> None:
@@ -148,12 +153,12 @@ async def test_every_way_gets_the_same_prompts_and_no_cached_one(prompts: Prompt
     assert len(set(by_way[Way.DIRECT])) == len(by_way[Way.DIRECT])
 
 
-@pytest.mark.parametrize("wrong", list(Way))
+@pytest.mark.parametrize("wrong", COMPLETIONS)
 async def test_nothing_is_measured_when_the_ways_disagree(wrong: Way, prompts: Prompts) -> None:
     ways = FakeWays(wrong=wrong)
     with pytest.raises(TdServeError, match=f"disagree.*{wrong.value}"):
         await measure_overhead(ways, prompts, 8, (1,), lambda line: None)  # type: ignore[arg-type]
-    assert len(ways.asked) == len(Way)
+    assert len(ways.asked) == len(COMPLETIONS)
 
 
 async def test_a_request_that_fails_ends_the_measurement(prompts: Prompts) -> None:

@@ -37,7 +37,12 @@ def neighbour(tiny_model: Path) -> Iterator[Cluster]:
     """A second deployment on the same machine: another model, two ingresses and coordinators."""
     with Cluster() as cluster:
         cluster.deploy(
-            cluster_file(model=str(tiny_model), engine={"max_model_len": 1024, "kv_cache_gib": 0.1})
+            cluster_file(
+                model=str(tiny_model),
+                engine={"max_model_len": 1024, "kv_cache_gib": 0.1},
+                ingress={"num_replicas": 2},
+                coordinator={"num_replicas": 2},
+            )
         )
         yield cluster
 
@@ -136,6 +141,7 @@ def test_a_session_has_one_coordinator_whichever_ingress_it_comes_by(neighbour: 
     with ThreadPoolExecutor(24) as pool:
         for done in [pool.submit(play, sim, agent) for sim in sims for agent in agents]:
             done.result()
+    assert len(neighbour.pids("Ingress")) == len(neighbour.pids("RoundCoordinator")) == 2
     for sim in sims:
         outputs = httpx.get(f"{neighbour.url}/rounds/{sim}/0", timeout=30).json()["outputs"]
         assert [one["agent"] for one in outputs] == agents
@@ -159,8 +165,6 @@ def test_three_redeploys_leave_one_of_each(neighbour: Cluster) -> None:
         wait_for(lambda: len(neighbour.replicas()) == 2, 60, "the old replicas' end")
         epochs.add(tuple(sorted(state["epoch"] for state in neighbour.replicas())))
     assert len(epochs) == 3, "every redeploy made new engines"
-    # `deploy` has waited until Serve knows of the wanted replicas and of no others. What it does
-    # not know would be a process too many.
     for deployment, count in {
         "Ingress": 2,
         "RoundCoordinator": 2,
@@ -169,9 +173,9 @@ def test_three_redeploys_leave_one_of_each(neighbour: Cluster) -> None:
         "DecodeReplica": 1,
     }.items():
         wait_for(
-            lambda name=deployment, count=count: len(neighbour.pids(name)) <= count,
+            lambda name=deployment, count=count: len(neighbour.pids(name)) == count,
             60,
-            lambda name=deployment: f"no orphan of {name}: {neighbour.pids(name)}",
+            lambda name=deployment, count=count: f"{count} of {name}: {neighbour.pids(name)}",
         )
     engines = [p for p in neighbour.processes() if _is_engine(p)]
     assert len(engines) == 2, "no engine of an old replica is left"
