@@ -11,7 +11,7 @@ from td_serve.engine.local import LocalEngines
 from td_serve.engine.openai import OpenAIFrontend
 from td_serve.metrics import silent_metrics
 from td_serve.models.resolve import resolve
-from td_serve.types import Membership
+from td_serve.types import Membership, Origin
 
 
 async def main() -> None:
@@ -26,7 +26,7 @@ async def main() -> None:
         question = [{"role": "user", "content": f"You are {agent}. Greet the village."}]
         place = Membership(sim="village", round=0, agent=agent, n_agents=3)
         body = {"model": "smol", "messages": question, "max_tokens": 24, "temperature": 0}
-        reply = await openai.chat(body, place)
+        reply = await openai.chat(body, Origin(membership=place))
         print(f"{agent}: {reply.body['choices'][0]['message']['content']}")
 
     await asyncio.gather(*(speak(agent) for agent in ("Marta", "Osk", "Ines")))

@@ -71,6 +71,21 @@ class NixlConfig(_Config, frozen=True, kw_only=True):
     progress_delay_us: NonNegative = 1000
 
 
+class ConversationConfig(_Config, frozen=True, kw_only=True):
+    """How a conversation's next turn finds the KV of its last one.
+
+    With `bidirectional_kv_xfer` a decode engine keeps a finished turn's blocks for
+    `decoder_kv_blocks_ttl` seconds from the last use on, and a prefill engine reads them back,
+    unless it would read fewer than `kv_recompute_threshold` tokens: those it computes. A read must
+    be over within `read_patience_s` of asking for it, or the tokens are computed after all.
+    """
+
+    bidirectional_kv_xfer: bool = True
+    decoder_kv_blocks_ttl: Seconds = 480.0
+    kv_recompute_threshold: NonNegative = 64
+    read_patience_s: Seconds = 30.0
+
+
 class AutoscalingConfig(_Config, frozen=True, kw_only=True):
     """Replicas follow load: Ray Serve's own autoscaling, by requests in flight per replica."""
 
@@ -166,6 +181,7 @@ class DeploymentConfig(_Config, frozen=True, kw_only=True):
     name: str = "td_serve"
     engine: EngineConfig = EngineConfig()
     nixl: NixlConfig = NixlConfig()
+    conversations: ConversationConfig = ConversationConfig()
     frontend: FrontendConfig = FrontendConfig()
     ingress: ReplicaConfig = ReplicaConfig()
     coordinator: ReplicaConfig = ReplicaConfig()

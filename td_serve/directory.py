@@ -1,17 +1,24 @@
-"""Who is there: replicas, their birth, their load. A plain class; a Serve deployment hosts it.
+"""Who is there, and whose KV is where. A plain class; a Serve deployment hosts it.
 
 Soft state: replicas register again and again (a heartbeat is a registration), an entry that is not
 renewed expires, and a directory that restarts is empty for one heartbeat and then whole again. Its
-epoch, new with every start, tells replicas that it forgot them.
+epoch, new with every start, tells replicas that it forgot them, and what they keep.
+
+It stores places, never tensors. A handle that it gives may have ended in the meantime: only the
+engine that keeps the blocks knows, and is asked before anybody reads.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from td_serve.types import Epoch, ReplicaId, ReplicaState
+import msgspec
+
+from td_serve.conversations import tenant_of
+from td_serve.types import ConversationKey, Epoch, Handle, LeaseId, ReplicaId, ReplicaState
 
 
 @dataclass(frozen=True)
@@ -20,14 +27,33 @@ class _Entry:
     expires_at: float
 
 
-class KVDirectory:
-    """Replicas by id. `ttl_s` is how long an entry lives without renewal; `clock` in seconds."""
+@dataclass
+class _Kept:
+    handle: Handle
+    expires_at: float
 
-    def __init__(self, ttl_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+
+class KVDirectory:
+    """Replicas by id, handles by conversation.
+
+    `ttl_s` is how long a replica's entry lives without renewal. Of `handles_kept` handles at most
+    the least recently used goes first, of the tenant that has most: nobody's conversations push
+    another tenant's out while his own are more. `clock` is in seconds.
+    """
+
+    def __init__(
+        self,
+        ttl_s: float = 10.0,
+        handles_kept: int = 65_536,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.epoch = Epoch(time.time_ns())
         self._ttl_s = ttl_s
+        self._handles_kept = handles_kept
         self._clock = clock
         self._entries: dict[ReplicaId, _Entry] = {}
+        self._tenants: dict[str, OrderedDict[ConversationKey, _Kept]] = {}
+        self._handles = 0
 
     def register(self, state: ReplicaState) -> Epoch:
         """Enter or renew a replica. Returns this directory's epoch."""
@@ -41,3 +67,48 @@ class KVDirectory:
             replica: entry for replica, entry in self._entries.items() if entry.expires_at > now
         }
         return [self._entries[replica].state for replica in sorted(self._entries)]
+
+    def keep(self, handle: Handle) -> Epoch:
+        """Enter a conversation's newest handle. Returns this directory's epoch."""
+        tenant = self._tenants.setdefault(tenant_of(handle.conversation), OrderedDict())
+        self._handles += handle.conversation not in tenant
+        tenant[handle.conversation] = _Kept(handle, self._clock() + handle.remaining_s)
+        tenant.move_to_end(handle.conversation)
+        while self._handles > self._handles_kept:
+            largest = max(self._tenants.values(), key=len)
+            self._drop(next(iter(largest)))
+        return self.epoch
+
+    def find(self, conversation: ConversationKey) -> Handle | None:
+        """A conversation's handle, to be asked for at its engine, which starts its time anew."""
+        tenant = self._tenants.get(tenant_of(conversation), OrderedDict())
+        kept = tenant.get(conversation)
+        if kept is None:
+            return None
+        now = self._clock()
+        if kept.expires_at <= now:
+            self._drop(conversation)
+            return None
+        left = kept.expires_at - now
+        kept.expires_at = now + kept.handle.remaining_s
+        tenant.move_to_end(conversation)
+        return msgspec.structs.replace(kept.handle, remaining_s=left)
+
+    def drop(self, leases: Iterable[tuple[ConversationKey, LeaseId]]) -> None:
+        """Forget handles of leases that have ended, unless there is a newer one."""
+        for conversation, lease in leases:
+            kept = self._tenants.get(tenant_of(conversation), OrderedDict()).get(conversation)
+            if kept is not None and kept.handle.lease == lease:
+                self._drop(conversation)
+
+    def check_integrity(self) -> None:
+        """The count of handles is right, and no empty tenant stays. Raises AssertionError."""
+        assert self._handles == sum(map(len, self._tenants.values())), "a miscounted handle"
+        assert all(self._tenants.values()), "a tenant without handles"
+
+    def _drop(self, conversation: ConversationKey) -> None:
+        tenant = self._tenants[tenant_of(conversation)]
+        del tenant[conversation]
+        self._handles -= 1
+        if not tenant:
+            del self._tenants[tenant_of(conversation)]

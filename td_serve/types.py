@@ -23,13 +23,17 @@ SessionId = NewType("SessionId", str)
 AgentId = NewType("AgentId", str)
 RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)
-"""An engine's name, new with every process: `prefill-<host>-<pid>-<random>`."""
+"""An engine's name, new with every start: `prefill-…-<random>`."""
 Epoch = NewType("Epoch", int)
 """The birth number of a process whose memory others refer to."""
+ConversationKey = NewType("ConversationKey", str)
+"""A conversation of one tenant: nobody can name another tenant's (`conversations.key`)."""
+LeaseId = NewType("LeaseId", str)
+"""A decode engine's promise to keep a turn's blocks. New with every turn; never used again."""
 SegmentKey = NewType("SegmentKey", str)
 """Position-independent identity of a run of tokens: 128 bits, hexadecimal."""
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 
 class WireVersionError(TdServeError):
@@ -60,13 +64,21 @@ class Membership(_Wire, tag="membership", frozen=True, kw_only=True):
     position: int | None = None
 
 
+class Origin(_Wire, frozen=True, kw_only=True):
+    """What a request belongs to: a round, a conversation, both or neither."""
+
+    membership: Membership | None = None
+    conversation: ConversationKey | None = None
+
+
 class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
     """One prompt to continue: tokens in.
 
     `sampling` is the engine's own encoding of its sampling parameters; nobody but an engine opens
     it. `hand_over` is False where the decode engine must see the whole prompt itself (prompt
     log-probabilities), so that prefill on another engine would be wasted. `n` repeats what
-    `sampling` says of the number of continuations.
+    `sampling` says of the number of continuations. A turn of a `conversation` leaves its KV under a
+    lease for the next one.
     """
 
     request_id: RequestId
@@ -79,6 +91,33 @@ class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     membership: Membership | None = None
+    conversation: ConversationKey | None = None
+
+
+class Handle(_Wire, tag="handle", frozen=True, kw_only=True):
+    """What lets a prefill engine read a finished turn's KV from the decode engine that keeps it.
+
+    `replica` is the engine, in its life number `epoch`, with its side channel at `host`:`port`.
+    `block_ids` has one list for each KV group, of blocks of `block_size` tokens; the blocks hold
+    the KV of `tokens` tokens, namely those of `digests` and `tail` (see `handles`). `remaining_s`
+    is how long the lease lasted when this was sent: a duration, no time of any clock.
+    `prefilled_by` had the turn's prompt last, and may have it still.
+    """
+
+    lease: LeaseId
+    conversation: ConversationKey
+    replica: ReplicaId
+    epoch: Epoch
+    host: str
+    port: int
+    tp_size: int
+    block_size: int
+    block_ids: list[list[int]]
+    tokens: int
+    digests: bytes
+    tail: list[int]
+    remaining_s: float
+    prefilled_by: ReplicaId | None = None
 
 
 class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
@@ -87,8 +126,9 @@ class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
     Whoever holds it owns the prefill engine's pin on those blocks, and must see them read
     (`decode`) or given up (`release`). The pin lasts `lease_s` seconds from the end of the prefill
     on, longer only while a decode engine that has the request renews it; what is read after that is
-    somebody else's. `kv` is the connector's own description and is opaque here. `cached_tokens` of
-    the `prompt_tokens` were found in the prefill engine's prefix cache, the rest was computed.
+    somebody else's. `kv` is the connector's own description and is opaque here. Of the
+    `prompt_tokens`, `cached_tokens` were not computed: found in the prefill engine's prefix cache,
+    or, `read` says how many, read from the decode engine that kept them, `kept_by`.
     """
 
     request_id: RequestId
@@ -97,6 +137,21 @@ class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
     lease_s: float
     prompt_tokens: int
     cached_tokens: int
+    read: Read | None = None
+    kept_by: ReplicaId | None = None
+
+
+class Read(_Wire, frozen=True, kw_only=True):
+    """A read of a handle's blocks: the tokens and bytes that came, and how long that took.
+
+    It has `failed` where the lease ended or the decode engine died under way: nothing of it was
+    used then.
+    """
+
+    tokens: int
+    bytes: int
+    seconds: float
+    failed: bool = False
 
 
 class TokenLogprob(_Wire, frozen=True, kw_only=True):
@@ -125,13 +180,14 @@ class Delta(_Wire, tag="delta", frozen=True, kw_only=True):
 
     `prompt_logprobs` comes with the first delta, where it was asked for; its first entry is None
     (nothing precedes the first token). `cached_tokens` counts the prompt tokens that
-    no engine computed.
+    no engine computed. `handle` comes with the last one, where the turn's KV is kept.
     """
 
     choices: list[ChoiceDelta]
     finished: bool
     cached_tokens: int = 0
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+    handle: Handle | None = None
 
 
 ADMITTED = Delta(choices=[], finished=False)
@@ -255,6 +311,7 @@ class ReplicaState(_Wire, tag="replica-state", frozen=True, kw_only=True):
 Message = (
     Membership
     | GenerateRequest
+    | Handle
     | Handover
     | Delta
     | RoundPlan

@@ -27,6 +27,7 @@ from td_serve.types import (
     ChoiceDelta,
     Delta,
     GenerateRequest,
+    Handle,
     Handover,
     MemberHandover,
     Membership,
@@ -136,7 +137,7 @@ class FakeEngines:
 
     # ---------------------------------------------------------------- dispatch.Engines
 
-    async def prefill(self, request: GenerateRequest) -> Handover:
+    async def prefill(self, request: GenerateRequest, handle: Handle | None = None) -> Handover:
         with self._call("prefill", request.request_id):
             await self._pass(Point.PREFILL, request.request_id)
             handover = self._pin(request)

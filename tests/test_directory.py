@@ -1,7 +1,11 @@
 """The directory: who renews stays, who does not is gone, and a new one says that it is new."""
 
+import msgspec
+
+from td_serve.conversations import key
 from td_serve.directory import KVDirectory
-from td_serve.types import Epoch, ReplicaId, ReplicaState
+from td_serve.types import Epoch, Handle, LeaseId, ReplicaId, ReplicaState
+from tests.test_handles import make_handle
 
 
 class Clock:
@@ -51,3 +55,47 @@ def test_every_registration_answers_with_the_directorys_birth() -> None:
     first, second = KVDirectory(clock=Clock()), KVDirectory(clock=Clock())
     assert first.register(state("a")) == first.register(state("b")) == first.epoch
     assert second.register(state("a")) != first.epoch
+
+
+def handle_of(tenant: str, conversation: str, lease: str = "one") -> Handle:
+    return msgspec.structs.replace(
+        make_handle([1, 2, 3]), conversation=key(tenant, conversation), lease=LeaseId(lease)
+    )
+
+
+def test_the_newest_handle_of_a_conversation_is_found_as_long_as_it_is_used() -> None:
+    clock = Clock()
+    directory = KVDirectory(clock=clock)
+    directory.keep(handle_of("t", "c"))
+    newest = handle_of("t", "c", "two")
+    assert directory.keep(newest) == directory.epoch
+    clock.now += 400.0
+    assert directory.find(newest.conversation) == msgspec.structs.replace(newest, remaining_s=80.0)
+    clock.now += 400.0
+    assert directory.find(newest.conversation) is not None, "finding it started its time anew"
+    clock.now += 480.0
+    assert directory.find(newest.conversation) is None
+    directory.check_integrity()
+
+
+def test_a_lease_that_has_ended_takes_only_its_own_handle_along() -> None:
+    directory = KVDirectory(clock=Clock())
+    kept = handle_of("t", "c", "two")
+    directory.keep(kept)
+    directory.drop([(kept.conversation, LeaseId("one")), (key("t", "other"), LeaseId("one"))])
+    assert directory.find(kept.conversation) == kept
+    directory.drop([(kept.conversation, LeaseId("two"))])
+    assert directory.find(kept.conversation) is None
+    directory.check_integrity()
+
+
+def test_a_tenant_with_many_conversations_pushes_out_its_own() -> None:
+    directory = KVDirectory(handles_kept=10, clock=Clock())
+    for number in range(3):
+        directory.keep(handle_of("small", str(number)))
+    for number in range(1000):
+        directory.keep(handle_of("greedy", str(number)))
+        directory.check_integrity()
+    assert all(directory.find(key("small", str(number))) for number in range(3))
+    found = [n for n in range(1000) if directory.find(key("greedy", str(n))) is not None]
+    assert found == list(range(993, 1000))

@@ -15,10 +15,13 @@ from td_serve.types import (
     AgentId,
     AgentOutput,
     ChoiceDelta,
+    ConversationKey,
     Delta,
     Epoch,
     GenerateRequest,
+    Handle,
     Handover,
+    LeaseId,
     MemberHandover,
     MemberPlan,
     Membership,
@@ -151,6 +154,23 @@ messages: dict[type, st.SearchStrategy[Any]] = {
         handover=maybe(handovers),
         error=maybe(words),
     ),
+    Handle: st.builds(
+        Handle,
+        lease=words.map(LeaseId),
+        conversation=words.map(ConversationKey),
+        replica=words.map(ReplicaId),
+        epoch=counts.map(Epoch),
+        host=words,
+        port=st.integers(1024, 65535),
+        tp_size=counts,
+        block_size=counts,
+        block_ids=st.lists(token_ids, max_size=2),
+        tokens=counts,
+        digests=st.binary(max_size=64),
+        tail=token_ids,
+        remaining_s=st.floats(0, 480),
+        prefilled_by=maybe(words.map(ReplicaId)),
+    ),
     RoundRecord: st.builds(
         RoundRecord,
         sim=words.map(SessionId),
@@ -195,14 +215,16 @@ def test_messages_come_out_as_they_went_in(kind: type, data: st.DataObject) -> N
 @given(any_message, st.integers(0, 2**16 - 1).filter(lambda v: v != types.WIRE_VERSION))
 def test_another_version_is_refused_by_number(message: types.Message, version: int) -> None:
     data = version.to_bytes(2, "big") + pack(message)[2:]
-    with pytest.raises(WireVersionError, match=rf"version {version} .* expected 1\b"):
+    with pytest.raises(
+        WireVersionError, match=rf"version {version} .* expected {types.WIRE_VERSION}\b"
+    ):
         unpack(data, type(message))
 
 
 @given(st.binary(max_size=64))
 def test_the_version_is_compared_before_anything_is_decoded(payload: bytes) -> None:
-    with pytest.raises(WireVersionError, match="wire version 2 "):
-        unpack(b"\x00\x02" + payload, Delta)
+    with pytest.raises(WireVersionError, match=f"wire version {types.WIRE_VERSION + 1} "):
+        unpack((types.WIRE_VERSION + 1).to_bytes(2, "big") + payload, Delta)
 
 
 @settings(max_examples=50, deadline=None)

@@ -51,6 +51,7 @@ class Ways:
             RayEngines(
                 serve.get_deployment_handle("PrefillReplica", app),
                 serve.get_deployment_handle("DecodeReplica", app),
+                serve.get_deployment_handle("KVDirectory", app),
             ),
             DispatchSettings(),
             silent_metrics(),

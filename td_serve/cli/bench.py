@@ -16,6 +16,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     benches = parser.add_subparsers(title="benches", metavar="WHAT", required=True)
     _add_serve(benches)
+    _add_bidirectional(benches)
 
 
 def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,6 +78,100 @@ def run_serve(args: argparse.Namespace) -> int:
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         write_json(args.json, envelope(command, args.seed, result.rows, summary))
     return 0
+
+
+def _add_bidirectional(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = benches.add_parser(
+        "bidirectional",
+        help="what reading a conversation's KV back saves on its next turn",
+        description="Start one prefill and one decode engine and play conversations of two turns, "
+        "with the first turn's KV read back from the decode engine and without, side by side: time "
+        "to first token, and how prefill divides into computing and reading.",
+    )
+    bench.add_argument("--model", default="smollm2-135m-instruct", metavar="MODEL")
+    bench.add_argument(
+        "--prompt-tokens",
+        type=_numbers,
+        default=(512, 1024, 2048, 4096),
+        metavar="N,…",
+        help="of the second turn's prompt (default: 512,1024,2048,4096)",
+    )
+    bench.add_argument(
+        "--repeats", type=_positive, default=3, metavar="N", help="at each length (default: 3)"
+    )
+    why = bench.add_mutually_exclusive_group()
+    why.add_argument(
+        "--evicted",
+        action="store_true",
+        help="prefill has a prefix cache, filled by other traffic between the turns",
+    )
+    why.add_argument(
+        "--p-cold",
+        action="store_true",
+        help="prefill has a prefix cache, and the second turn goes to another prefill engine",
+    )
+    bench.add_argument(
+        "--threshold",
+        type=_count,
+        default=64,
+        metavar="N",
+        help="fewer tokens are computed, not read (default: 64)",
+    )
+    bench.add_argument("--dtype", default="float32", metavar="TYPE", help="(default: float32)")
+    bench.add_argument("--seed", type=int, default=0, metavar="S", help="of all prompts")
+    bench.add_argument("--json", type=Path, metavar="OUT", help="write all numbers here")
+    bench.add_argument("--plot", type=Path, metavar="OUT.png", help="draw them here")
+    bench.set_defaults(func=run_bidirectional)
+
+
+def run_bidirectional(args: argparse.Namespace) -> int:
+    """Measure, print the table, write report and picture.
+
+    Raises:
+        TdServeError: an engine could not be started, or the two ways disagree.
+    """
+    import asyncio
+
+    from rich.console import Console
+
+    from td_serve.bench.bidirectional import Options, Scenario, bench_bidirectional, plot, table
+    from td_serve.report import envelope, write_json
+
+    scenario = Scenario.NO_CACHE
+    if args.evicted or args.p_cold:
+        scenario = Scenario.EVICTED if args.evicted else Scenario.P_COLD
+    options = Options(
+        model=args.model,
+        prompt_tokens=args.prompt_tokens,
+        repeats=args.repeats,
+        scenario=scenario,
+        threshold=args.threshold,
+        dtype=args.dtype,
+        seed=args.seed,
+    )
+    result = asyncio.run(
+        bench_bidirectional(options, lambda line: print(line, file=sys.stderr, flush=True))
+    )
+    out = Console(highlight=False)
+    out.width = max(out.width, 110)
+    out.print(table(result))
+    out.print(f"largest speed-up: {result.summary.speedup_max:.2f}")
+    if (ratio := result.summary.growth_ratio) is not None:
+        out.print(f"TTFT grows by {100 * ratio:.0f} % of what it grows without")
+    out.print(f"kept for next turns: {100 * result.summary.retained_pool_share:.0f} % of the pool")
+    if args.json is not None:
+        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        write_json(args.json, envelope(command, args.seed, result.rows, result.summary))
+    if args.plot is not None:
+        plot(result, args.model, args.plot)
+    return 0
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -1,4 +1,4 @@
-"""vLLM's NIXL connector, with a progress thread that sleeps, in processes that do not outlive us.
+"""vLLM's NIXL connector, with leases, in processes that sleep and do not outlive us.
 
 NIXL's Python API starts UCX's progress thread with a polling delay of 0 and offers no way to say
 otherwise, so that every engine burns a core while idle. On a machine where engines compute on those
@@ -8,6 +8,9 @@ poll(2) and wakes on traffic, at the latest after the delay.
 vLLM's engine processes survive when the process that started them is killed: they would hold their
 memory, and their registered KV, for ever. A connector is made in each of them, so it is where they
 ask the kernel to end with their parent.
+
+A decode engine keeps finished turns under a lease (`leasing`), a prefill engine reads them
+(`reads`): this is where vLLM calls for both.
 
 The class is named like vLLM's, because vLLM looks for that name in its configuration checks;
 `kv_connector_module_path` makes it take ours.
@@ -24,7 +27,14 @@ from typing import Any
 
 import psutil
 from nixl import _api as nixl_api
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+    NixlBaseConnector,
+    NixlPullConnector,
+)
+
+from td_serve.engine.leasing import LeaseKeeper
+from td_serve.engine.reads import ReadingScheduler, ReadingWorker
 
 _PR_SET_PDEATHSIG = 1
 
@@ -34,6 +44,13 @@ STARTED_BY = "td_started_by"
 PROGRESS_DELAY = "td_progress_delay_us"
 """Key of the connector's extra configuration: microseconds; 0 is NIXL's own busy polling."""
 
+LEASES_AT = "td_leases_at"
+"""Key of the connector's extra configuration: the ZeroMQ address at which a decode engine answers
+for its leases. Without it none is granted."""
+
+LEASE_TTL = "decoder_kv_blocks_ttl"
+"""Key of the connector's extra configuration, vLLM's own: a lease's seconds."""
+
 
 class NixlConnector(NixlPullConnector):
     """The pull connector; made in scheduler and worker processes by vLLM."""
@@ -41,9 +58,59 @@ class NixlConnector(NixlPullConnector):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         setting = vllm_config.kv_transfer_config.get_from_extra_config
         _end_with_parent(int(setting(STARTED_BY, 0)))
-        delay_us = setting(PROGRESS_DELAY, 0)
-        with _progress_delay(int(delay_us)):
-            super().__init__(vllm_config, role, kv_cache_config)
+        # Not the pull connector's own: it would make its own scheduler or worker.
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        self._keeper: LeaseKeeper | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.connector_scheduler = ReadingScheduler(
+                vllm_config, self.engine_id, kv_cache_config
+            )
+            if address := setting(LEASES_AT, None):
+                self._keeper = LeaseKeeper(float(setting(LEASE_TTL, 480)), address)
+        else:
+            with _progress_delay(int(setting(PROGRESS_DELAY, 0))):
+                self.connector_worker = ReadingWorker(vllm_config, self.engine_id, kv_cache_config)
+
+    # ------------------------------------------------------------------ a decode engine's leases
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._keeper is not None:
+            self._keeper.bind(kv_cache_manager)
+
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        if self._keeper is not None:
+            self._keeper.settle()
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._keeper is not None:
+            self._keeper.make_room_for(request, num_computed_tokens)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def has_pending_block_frees(self) -> bool:
+        """Asked when a running request finds no block: leases go before it is preempted."""
+        return self._keeper is not None and self._keeper.make_some_room()
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        if self._keeper is not None:
+            self._keeper.settle()
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        delay, params = super().request_finished_all_groups(request, block_ids)
+        if self._keeper is not None and (kept := self._keeper.grant(request, block_ids)):
+            params = {**(params or {}), **kept}
+        return delay, params
+
+    def shutdown(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+        super().shutdown()
 
 
 def _end_with_parent(started_by: int) -> None:

@@ -6,20 +6,27 @@ in the engine. An engine that has died raises Unavailable from every call and fr
 it does not come back: its owner makes a new one.
 
 What is pinned, and who frees it: a finished prefill keeps its blocks until the engine that decodes
-has read them, or `release` says that nobody will, or the lease (`nixl.lease_s`) ends.
+has read them, or `release` says that nobody will, or the lease (`nixl.lease_s`) ends. A decode
+engine keeps a conversation's blocks for its next turn under a lease of its own (`leasing`); a
+prefill engine reads them (`reads`) after it has asked for a hold, and computes what it cannot read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import shutil
 import socket
+import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
@@ -31,25 +38,40 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from td_serve.config import EngineConfig, NixlConfig
+from td_serve.config import ConversationConfig, EngineConfig, NixlConfig
 from td_serve.engine.codec import decode_sampling, to_delta
-from td_serve.engine.connector import PROGRESS_DELAY, STARTED_BY
+from td_serve.engine.connector import LEASE_TTL, LEASES_AT, PROGRESS_DELAY, STARTED_BY
+from td_serve.engine.leasing import (
+    LEASE,
+    Granted,
+    LeaseClient,
+    LeaseCounts,
+    LeaseOrder,
+)
+from td_serve.engine.reads import DEADLINE, READ
 from td_serve.engine.versions import check_vllm
 from td_serve.errors import BadRequest, ConfigError, EngineFailure, RequestError, Unavailable
+from td_serve.handles import Keeper, common_tokens, digests, same, shorten
 from td_serve.transfer.nixl import UcxLog, assert_transports, engine_env, side_channel_host
 from td_serve.transfer.ports import PortLease, lease_ports
 from td_serve.types import (
     ADMITTED,
+    ConversationKey,
     Delta,
     Epoch,
     GenerateRequest,
+    Handle,
     Handover,
+    LeaseId,
     MemberHandover,
+    Read,
     ReplicaId,
     ReplicaState,
     RequestId,
     RoundPrefill,
 )
+
+log = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode"]
 
@@ -107,7 +129,11 @@ class EngineHost:
         gauges: _Gauges,
         transports: list[str],
         ucx_log: UcxLog,
-        lease_s: float,
+        engine: EngineConfig,
+        nixl: NixlConfig,
+        conversations: ConversationConfig,
+        leases: _Leases | None,
+        keeper: Keeper | None,
     ) -> None:
         self.role = role
         self.replica = replica
@@ -118,19 +144,39 @@ class EngineHost:
         self._llm = llm
         self._gauges = gauges
         self._ucx_log = ucx_log
-        self._lease_s = lease_s
+        self._lease_s = nixl.lease_s
+        self._engine = engine
+        self._conversations = conversations
+        self._leases = leases
+        self._keeper = keeper
+        self._kept: dict[ConversationKey, Handle] = {}
+        """What this engine keeps, as it said so itself; some of it may have ended."""
+        self._background: set[asyncio.Task[None]] = set()
         self._members: dict[RequestId, asyncio.Task[Handover]] = {}
 
     @classmethod
-    def start(cls, role: Role, model: str, engine: EngineConfig, nixl: NixlConfig) -> EngineHost:
+    def start(
+        cls,
+        role: Role,
+        model: str,
+        engine: EngineConfig,
+        nixl: NixlConfig,
+        conversations: ConversationConfig,
+        keeper: Keeper | None = None,
+        name: str | None = None,
+    ) -> EngineHost:
         """Start an engine for `model` (a local directory or hub id) and wait until it can serve.
+
+        A prefill engine reads leased KV if it has a `keeper` to ask for it. `name` begins the
+        engine's id, which is new with every start; by default it tells role, machine and process.
 
         Blocks while the engine loads, seconds to minutes. Raises ConfigError when this vLLM is not
         supported, an engine argument is unknown, no port is free, or a required transport is
         missing.
         """
         check_vllm()
-        replica = ReplicaId(f"{role}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        name = name or f"{role}-{socket.gethostname()}-{os.getpid()}"
+        replica = ReplicaId(f"{name}-{uuid.uuid4().hex[:8]}")
         host = side_channel_host(nixl)
         port = lease_ports(*nixl.port_range, count=engine.tensor_parallel_size, host=host)
         ucx_log = UcxLog()
@@ -139,17 +185,22 @@ class EngineHost:
             **engine.env,
             **engine_env(nixl, host=host, port=port.first, log=ucx_log),
         }
+        leases = _Leases() if role == "decode" and conversations.bidirectional_kv_xfer else None
         llm: AsyncLLM | None = None
         try:
             with _environment(env):
                 llm = AsyncLLM.from_engine_args(
-                    _engine_args(replica, model, engine, nixl),
+                    _engine_args(
+                        replica, model, engine, _transfer_config(role, nixl, conversations, leases)
+                    ),
                     stat_loggers=[lambda *_: gauges],
                 )
             transports = assert_transports(nixl, ucx_log)
         except BaseException:
             if llm is not None:
                 llm.shutdown()
+            if leases is not None:
+                leases.close()
             ucx_log.close()
             port.release()
             raise
@@ -162,33 +213,51 @@ class EngineHost:
             gauges=gauges,
             transports=transports,
             ucx_log=ucx_log,
-            lease_s=nixl.lease_s,
+            engine=engine,
+            nixl=nixl,
+            conversations=conversations,
+            leases=leases,
+            keeper=keeper,
         )
 
-    async def prefill(self, request: GenerateRequest) -> Handover:
+    async def prefill(self, request: GenerateRequest, handle: Handle | None = None) -> Handover:
         """Compute the prompt's KV and keep it pinned for the engine that decodes.
 
-        Raises BadRequest, EngineFailure or Unavailable.
+        What `handle` stands for is read where the prompt begins with it; a handle that has ended,
+        or is wrong in any way, only means that more is computed. Raises BadRequest, EngineFailure
+        or Unavailable.
         """
+        source = None if handle is None else await self._source(request, handle)
+        try:
+            handover = await self._prefill(request, source or {})
+            return msgspec.structs.replace(handover, kept_by=handle and handle.replica)
+        finally:
+            if handle is not None and source is not None and self._keeper is not None:
+                self._in_background(self._keeper.let_go(handle, request.request_id))
+
+    async def _prefill(self, request: GenerateRequest, source: Mapping[str, Any]) -> Handover:
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": dict(_NOTHING_HANDED_OVER)},
+            extra_args={"kv_transfer_params": {**_NOTHING_HANDED_OVER, **source}},
         )
         last: RequestOutput | None = None
         async for output in self._generate(request, params):
             last = output
         if last is None or last.kv_transfer_params is None:
             raise EngineFailure(f"request {request.request_id}: prefill left no KV to hand over")
+        kv = dict(last.kv_transfer_params)
+        read = kv.pop(READ, None)
         return Handover(
             request_id=request.request_id,
             replica=self.replica,
-            kv=last.kv_transfer_params,
+            kv=kv,
             lease_s=self._lease_s,
             prompt_tokens=len(request.prompt_token_ids),
             cached_tokens=last.num_cached_tokens or 0,
+            read=None if read is None else msgspec.convert(read, Read),
         )
 
     async def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
@@ -234,7 +303,8 @@ class EngineHost:
         """Continue the prompt, with KV read from `handover` or, without one, computed here.
 
         The first delta is empty: it says that the handover is this engine's from now on, to be read
-        or given up on every path, abort included. Raises BadRequest, EngineFailure or Unavailable.
+        or given up on every path, abort included. A turn of a conversation ends with a handle, if
+        its KV is kept. Raises BadRequest, EngineFailure or Unavailable.
         """
         if handover is not None and handover.request_id != request.request_id:
             raise EngineFailure(
@@ -244,13 +314,18 @@ class EngineHost:
         try:
             yield ADMITTED
             params = decode_sampling(request.sampling)
+            kept = self._order(request)
             if handover is not None and request.n > 1:
                 # vLLM gives each continuation the same handle, and a handle serves one read: read
                 # the prompt once, then let all continuations hit this engine's own prefix cache.
                 await self._pull(request, handover)
             elif handover is not None:
-                params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": handover.kv}
+                kept = {**handover.kv, **kept}
+            if kept:
+                params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": kept}
+            generated: list[int] = []
             async for output in self._generate(request, params):
+                generated += (token for one in output.outputs for token in one.token_ids)
                 cached = output.num_cached_tokens or 0
                 delta = to_delta(
                     output,
@@ -258,6 +333,14 @@ class EngineHost:
                     first=first,
                 )
                 first = False
+                if delta.finished:
+                    handle = self._handle(
+                        request,
+                        generated,
+                        output.kv_transfer_params,
+                        None if handover is None else handover.replica,
+                    )
+                    delta = msgspec.structs.replace(delta, handle=handle)
                 yield delta
         except BaseException:
             # Before its first output the engine may not have taken the request at all. If it has,
@@ -278,6 +361,56 @@ class EngineHost:
             )
         except EngineDeadError as error:
             raise Unavailable(f"{self.replica}: the engine has died") from error
+
+    async def hold(self, handle: Handle, reader: RequestId, for_s: float) -> bool:
+        """Keep a lease's blocks for at least `for_s` seconds from now, or until let go.
+
+        False when this engine does not keep them, or not any more. Raises Unavailable.
+        """
+        ours = self._kept.get(handle.conversation)
+        if self._leases is None or ours is None or not same(handle, ours):
+            return False
+        return await self._leases.client.hold(handle.lease, reader, for_s)
+
+    async def let_go(self, handle: Handle, reader: RequestId) -> None:
+        """The reader is done, whichever way. Raises Unavailable."""
+        if self._leases is not None:
+            await self._leases.client.let_go(handle.lease, reader)
+
+    async def forget(self, conversation: ConversationKey) -> bool:
+        """Free what is kept for a conversation. Says whether anything was. Raises Unavailable."""
+        forgotten = self._leases is not None and await self._leases.client.forget(conversation)
+        if forgotten:
+            await self._wake()
+        return forgotten
+
+    async def lease_counts(self) -> LeaseCounts:
+        """The leases right now; also has the engine free what has ended. Raises Unavailable."""
+        if self._leases is None:
+            return LeaseCounts(live={}, blocks=0, unfreed=0, ends={})
+        before = list(self._kept.values())
+        counts = await self._leases.client.counts()
+        for handle in before:
+            # One that was granted while we asked is not among the live ones yet.
+            if handle.lease not in counts.live and self._kept.get(handle.conversation) is handle:
+                del self._kept[handle.conversation]
+        if counts.unfreed:
+            await self._wake()
+        return counts
+
+    async def retained_share(self) -> float:
+        """The share of the KV pool that is kept for next turns, 0 to 1. Raises Unavailable."""
+        blocks = self._llm.vllm_config.cache_config.num_gpu_blocks
+        return (await self.lease_counts()).blocks / blocks if blocks else 0.0
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return int(self._llm.model_config.get_vocab_size())
+
+    async def live_leases(self) -> set[LeaseId]:
+        """The leases that have not ended. Raises Unavailable."""
+        return set((await self.lease_counts()).live)
 
     def state(self) -> ReplicaState:
         """Who this engine is and what it holds right now."""
@@ -304,8 +437,105 @@ class EngineHost:
         """Stop the engine's process and give the port back. Call once."""
         self._llm.shutdown()
         del self._llm  # vLLM shuts down once more when collected, too late at interpreter exit
+        if self._leases is not None:
+            self._leases.close()
         self._port.release()
         self._ucx_log.close()
+
+    async def _source(self, request: GenerateRequest, handle: Handle) -> dict[str, Any] | None:
+        """What to read of a handle, as KV transfer parameters, held; None: nothing can be read."""
+        tokens = common_tokens(handle, request.prompt_token_ids, request.cache_salt)
+        fits = (handle.block_size, handle.tp_size) == (
+            self._engine.block_size,
+            self._engine.tensor_parallel_size,
+        )
+        if (
+            self._keeper is None
+            or not fits
+            or tokens < max(1, self._conversations.kv_recompute_threshold)
+        ):
+            return None
+        # Begun before asking: the hold lasts at least as long on the engine that grants it.
+        until = time.monotonic() + self._conversations.read_patience_s
+        try:
+            held = await self._keeper.hold(
+                handle, request.request_id, self._conversations.read_patience_s
+            )
+        except RequestError as error:
+            log.warning("request %s: %s is not read: %s", request.request_id, handle.lease, error)
+            return None
+        if not held:
+            return None
+        handle = shorten(handle, tokens)
+        return {
+            "remote_engine_id": handle.replica,
+            # The reading engine names it when it has read. As a heartbeat's it is ignored: leases
+            # end by themselves, not by being read.
+            "remote_request_id": f"HB:{handle.lease}",
+            "remote_host": handle.host,
+            "remote_port": handle.port,
+            "remote_block_ids": handle.block_ids,
+            "remote_num_tokens": handle.tokens,
+            "tp_size": handle.tp_size,
+            DEADLINE: until,
+        }
+
+    def _order(self, request: GenerateRequest) -> dict[str, Any]:
+        """The KV transfer parameters that have a turn kept."""
+        if self._leases is None or request.conversation is None or request.n > 1:
+            return {}
+        order = LeaseOrder(id=LeaseId(uuid.uuid4().hex), conversation=request.conversation)
+        return {LEASE: msgspec.to_builtins(order)}
+
+    def _handle(
+        self,
+        request: GenerateRequest,
+        generated: list[int],
+        kv: Mapping[str, Any] | None,
+        prefilled_by: ReplicaId | None,
+    ) -> Handle | None:
+        """The handle of a finished turn, if its KV is kept."""
+        if request.conversation is None or kv is None or LEASE not in kv:
+            return None
+        granted = msgspec.convert(kv[LEASE], Granted)
+        tokens = [*request.prompt_token_ids, *generated][: granted.tokens]
+        block_size = self._engine.block_size
+        whole = len(tokens) // block_size * block_size
+        handle = Handle(
+            lease=granted.id,
+            conversation=request.conversation,
+            replica=self.replica,
+            epoch=self.epoch,
+            host=self._host,
+            port=self._port.first,
+            tp_size=self._engine.tensor_parallel_size,
+            block_size=block_size,
+            block_ids=[granted.block_ids],
+            tokens=len(tokens),
+            digests=digests(tokens, block_size, request.cache_salt),
+            tail=tokens[whole:],
+            remaining_s=granted.ttl_s,
+            prefilled_by=prefilled_by,
+        )
+        self._kept[request.conversation] = handle
+        return handle
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            # Whom it cannot reach has died, and forgets by itself.
+            with contextlib.suppress(RequestError):
+                await work
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _wake(self) -> None:
+        """Have the engine take one step, in which it frees what has ended."""
+        try:
+            await self._llm.notify_kv_transfer_request_rejected(f"wake-{uuid.uuid4().hex}", {})
+        except EngineDeadError as error:
+            raise Unavailable(f"{self.replica}: the engine has died") from error
 
     async def _pull(self, request: GenerateRequest, handover: Handover) -> None:
         """Read a handed-over prompt into this engine's prefix cache."""
@@ -356,8 +586,21 @@ class EngineHost:
             ) from error
 
 
+class _Leases:
+    """Where a decode engine and its host meet about leases: a socket that nobody else can open."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="td-leases-"))
+        self.address = f"ipc://{self._directory}/socket"
+        self.client = LeaseClient(self.address)
+
+    def close(self) -> None:
+        self.client.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
 def _engine_args(
-    replica: ReplicaId, model: str, engine: EngineConfig, nixl: NixlConfig
+    replica: ReplicaId, model: str, engine: EngineConfig, transfer: Mapping[str, Any]
 ) -> AsyncEngineArgs:
     known = AsyncEngineArgs.__dataclass_fields__
     for name in engine.extra:
@@ -380,24 +623,41 @@ def _engine_args(
         enable_prefix_caching=engine.enable_prefix_caching,
         seed=engine.seed,
         enable_log_requests=False,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="NixlConnector",
-            kv_connector_module_path="td_serve.engine.connector",
-            kv_role="kv_both",
-            engine_id=replica,
-            kv_buffer_device=current_platform.device_type,
-            # A read that fails is retried from the prefill on, by whoever dispatched it.
-            kv_load_failure_policy="fail",
-            kv_connector_extra_config={
-                "backends": [nixl.backend],
-                "kv_lease_duration": nixl.lease_s,
-                PROGRESS_DELAY: nixl.progress_delay_us,
-                STARTED_BY: os.getpid(),
-            },
-        ),
+        kv_transfer_config=KVTransferConfig(engine_id=replica, **transfer),
         **{name: value for name, value in optional.items() if value is not None},
         **engine.extra,
     )
+
+
+def _transfer_config(
+    role: Role, nixl: NixlConfig, conversations: ConversationConfig, leases: _Leases | None
+) -> dict[str, Any]:
+    """vLLM's KV transfer configuration for one role, without the engine's id."""
+    extra: dict[str, Any] = {
+        "backends": [nixl.backend],
+        "kv_lease_duration": nixl.lease_s,
+        PROGRESS_DELAY: nixl.progress_delay_us,
+        STARTED_BY: os.getpid(),
+    }
+    if leases is not None:
+        extra |= {LEASES_AT: leases.address, LEASE_TTL: conversations.decoder_kv_blocks_ttl}
+    if role == "prefill":
+        # Only the reader needs vLLM's switch: on a decode engine it would pin finished requests
+        # vLLM's own way, beside the leases.
+        extra |= {
+            "bidirectional_kv_xfer": conversations.bidirectional_kv_xfer,
+            "kv_recompute_threshold": conversations.kv_recompute_threshold,
+        }
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "td_serve.engine.connector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": current_platform.device_type,
+        # A decode engine's read that fails is retried from the prefill on, by whoever dispatched
+        # it; a prefill engine computes what it could not read.
+        "kv_load_failure_policy": "fail" if role == "decode" else "recompute",
+        "kv_connector_extra_config": extra,
+    }
 
 
 @contextlib.contextmanager

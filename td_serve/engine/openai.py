@@ -26,11 +26,11 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from td_serve.config import EngineConfig, FrontendConfig
-from td_serve.engine.remote import MEMBERSHIP_ARG, RemoteEngine, Serve
+from td_serve.engine.remote import ORIGIN_ARG, RemoteEngine, Serve
 from td_serve.engine.versions import check_vllm
 from td_serve.errors import BadRequest, RequestError
 from td_serve.replies import JsonReply, Reply, StreamReply, error_reply
-from td_serve.types import Membership
+from td_serve.types import Origin
 
 _ADDRESSES_OF_MEMORY = ("kv_transfer_params", "ec_transfer_params")
 _OF_THE_MODEL = (
@@ -91,16 +91,16 @@ class OpenAIFrontend:
         await init_app_state(remote, state, args, supported_tasks=("generate",))
         return cls(state, remote)
 
-    async def chat(self, body: dict[str, Any], membership: Membership | None) -> Reply:
+    async def chat(self, body: dict[str, Any], origin: Origin) -> Reply:
         """`POST /v1/chat/completions`."""
         return await self._answer(
-            ChatCompletionRequest, self._chat.create_chat_completion, body, membership
+            ChatCompletionRequest, self._chat.create_chat_completion, body, origin
         )
 
-    async def complete(self, body: dict[str, Any], membership: Membership | None) -> Reply:
+    async def complete(self, body: dict[str, Any], origin: Origin) -> Reply:
         """`POST /v1/completions`."""
         return await self._answer(
-            CompletionRequest, self._completion.create_completion, body, membership
+            CompletionRequest, self._completion.create_completion, body, origin
         )
 
     async def models(self) -> JsonReply:
@@ -111,11 +111,9 @@ class OpenAIFrontend:
     def close(self) -> None:
         self._engine.shutdown()
 
-    async def _answer(
-        self, kind: Any, create: Any, body: dict[str, Any], membership: Membership | None
-    ) -> Reply:
+    async def _answer(self, kind: Any, create: Any, body: dict[str, Any], origin: Origin) -> Reply:
         try:
-            request = _decode(kind, body, membership)
+            request = _decode(kind, body, origin)
             answer = await create(request, None)
         except RequestError as error:
             return error_reply(error)
@@ -134,10 +132,10 @@ class OpenAIFrontend:
         return JsonReply(HTTPStatus.OK, answer.model_dump())
 
 
-def _decode(kind: Any, body: dict[str, Any], membership: Membership | None) -> Any:
+def _decode(kind: Any, body: dict[str, Any], origin: Origin) -> Any:
     """A vLLM request out of a body. Raises BadRequest, pydantic.ValidationError."""
     extra = body.get("vllm_xargs")
-    for name in (*_ADDRESSES_OF_MEMORY, MEMBERSHIP_ARG):
+    for name in (*_ADDRESSES_OF_MEMORY, ORIGIN_ARG):
         if body.get(name) is not None:
             raise BadRequest(f"{name}: not accepted from clients", field=name)
         if isinstance(extra, Mapping) and name in extra:
@@ -145,11 +143,12 @@ def _decode(kind: Any, body: dict[str, Any], membership: Membership | None) -> A
     request = kind.model_validate(body)
     if request.use_beam_search:
         raise BadRequest("use_beam_search: not served", field="use_beam_search")
-    if membership is not None:
+    if origin.membership is not None:
         _check_one_prompt(body.get("prompt"))
+    if origin != Origin():
         request.vllm_xargs = {
             **(request.vllm_xargs or {}),
-            MEMBERSHIP_ARG: msgspec.json.encode(membership).decode(),
+            ORIGIN_ARG: msgspec.json.encode(origin).decode(),
         }
     return request
 

@@ -26,13 +26,13 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from td_serve.engine.codec import encode_sampling, to_output
 from td_serve.errors import BadRequest, RequestError
-from td_serve.types import Delta, GenerateRequest, Membership, RequestId
+from td_serve.types import Delta, GenerateRequest, Origin, RequestId
 
 Serve = Callable[[GenerateRequest], AsyncGenerator[Delta, None]]
 
-MEMBERSHIP_ARG = "td_membership"
-"""Key of the sampling parameters' extra arguments under which a request's membership travels from
-our ingress through vLLM's OpenAI layer to here. Clients cannot set it: the ingress refuses it."""
+ORIGIN_ARG = "td_origin"
+"""Key of the sampling parameters' extra arguments under which a request's origin travels from our
+ingress through vLLM's OpenAI layer to here. Clients cannot set it: the ingress refuses it."""
 
 
 class RemoteEngine(EngineClient):
@@ -94,7 +94,8 @@ class RemoteEngine(EngineClient):
             self.renderer.tokenizer,
         )
         extra = dict(params.extra_args or {})
-        membership = extra.pop(MEMBERSHIP_ARG, None)
+        packed = extra.pop(ORIGIN_ARG, None)
+        origin = Origin() if packed is None else msgspec.json.decode(packed, type=Origin)
         params.extra_args = extra or None
         return GenerateRequest(
             # A client may choose `request_id`, even one that is in use: ours must be its own.
@@ -105,9 +106,8 @@ class RemoteEngine(EngineClient):
             # With a prompt read from elsewhere, vLLM has no logits of it to report.
             hand_over=params.prompt_logprobs is None,
             cache_salt=prompt.get("cache_salt") if isinstance(prompt, Mapping) else None,
-            membership=None
-            if membership is None
-            else msgspec.json.decode(membership, type=Membership),
+            membership=origin.membership,
+            conversation=origin.conversation,
         )
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:

@@ -35,16 +35,22 @@ from td_serve.coordinator import RoundCoordinator as Coordinator
 from td_serve.directory import KVDirectory as Directory
 from td_serve.dispatch import Dispatcher
 from td_serve.errors import EngineFailure, ReplicaLost
+from td_serve.handles import Keeper
 from td_serve.metrics import Meter, Metrics
 from td_serve.models.resolve import resolve
 from td_serve.serve.calls import ask, stream
 from td_serve.serve.engines import RayEngines
 from td_serve.serve.http import make_http_app
+from td_serve.serve.remotes import RemoteDirectory, RemoteKeeper
 from td_serve.serve.replicas import EngineReplica
+from td_serve.serve.routing import AffinityRouter, replica_name
 from td_serve.types import (
+    ConversationKey,
     Delta,
     Epoch,
     GenerateRequest,
+    Handle,
+    LeaseId,
     ReplicaState,
     RoundRecord,
     SessionId,
@@ -69,18 +75,22 @@ def build(args: dict[str, Any]) -> serve.Application:
     plain = msgspec.to_builtins(config)
     env = {"OMP_NUM_THREADS": str(config.frontend.cpu_threads), **config.env}
     directory = _deployment(KVDirectory, config.directory, env).bind()
-    prefill, decode_ = (
+    prefill_kind, decode_kind = (
         _deployment(
             kind,
             role,
             {**env, **config.engine_of(role, f"args.{name}").env},
             health_check_period_s=2.0,
-        ).bind(plain, directory)
+            # Conversations go where their KV is.
+            request_router_config=RequestRouterConfig(request_router_class=AffinityRouter),
+        )
         for kind, role, name in (
             (PrefillReplica, config.prefill, "prefill"),
             (DecodeReplica, config.decode, "decode"),
         )
     )
+    decode_ = decode_kind.bind(plain, directory)
+    prefill = prefill_kind.bind(plain, directory, decode_)
     coordinator = _deployment(
         RoundCoordinator,
         config.coordinator,
@@ -91,7 +101,7 @@ def build(args: dict[str, Any]) -> serve.Application:
             request_router_class=_CONSISTENT_HASHING,
             request_router_kwargs={"num_fallback_replicas": 0},
         ),
-    ).bind(prefill, decode_)
+    ).bind(prefill, decode_, directory)
     ingress = _deployment(
         serve.ingress()(Ingress),
         config.ingress,
@@ -137,6 +147,16 @@ class KVDirectory:
     async def register(self, packed: bytes) -> Epoch:
         return self._directory.register(unpack(packed, ReplicaState))
 
+    async def keep(self, packed: bytes) -> None:
+        self._directory.keep(unpack(packed, Handle))
+
+    async def find(self, conversation: ConversationKey) -> bytes | None:
+        handle = self._directory.find(conversation)
+        return None if handle is None else pack(handle)
+
+    async def drop(self, leases: list[tuple[ConversationKey, LeaseId]]) -> None:
+        self._directory.drop(leases)
+
     async def replicas(self) -> list[bytes]:
         return [pack(state) for state in self._directory.replicas()]
 
@@ -144,7 +164,13 @@ class KVDirectory:
 class _EngineDeployment(EngineReplica):
     """Starts its engine in the constructor, so that it is routed to only when it can serve."""
 
-    def __init__(self, role: Any, args: dict[str, Any], directory: DeploymentHandle) -> None:
+    def __init__(
+        self,
+        role: Any,
+        args: dict[str, Any],
+        directory: DeploymentHandle,
+        keeper: Keeper | None = None,
+    ) -> None:
         # vLLM is imported here, in the replica's own process, after its environment is set.
         from td_serve.engine.host import EngineHost
 
@@ -152,14 +178,16 @@ class _EngineDeployment(EngineReplica):
         config = decode(args, DeploymentConfig, path="args")
         replica: EngineReplicaConfig = getattr(config, role)
         host = EngineHost.start(
-            role, resolve(config.model), config.engine_of(replica, f"args.{role}"), config.nixl
+            role,
+            resolve(config.model),
+            config.engine_of(replica, f"args.{role}"),
+            config.nixl,
+            config.conversations,
+            keeper,
+            replica_name(role, serve.get_replica_context().replica_id.unique_id),
         )
-
-        async def register(state: ReplicaState) -> Epoch:
-            return Epoch(await ask(directory.register, pack(state)))
-
         # Only the end of the process takes the replica out of every router at once.
-        super().__init__(host, register, _metrics(), leave=lambda: os._exit(1))
+        super().__init__(host, RemoteDirectory(directory), _metrics(), leave=lambda: os._exit(1))
 
     def __del__(self) -> None:
         if hasattr(self, "_host"):
@@ -167,10 +195,12 @@ class _EngineDeployment(EngineReplica):
 
 
 class PrefillReplica(_EngineDeployment):
-    """A prefill engine."""
+    """A prefill engine. It asks decode replicas before it reads from them."""
 
-    def __init__(self, args: dict[str, Any], directory: DeploymentHandle) -> None:
-        super().__init__("prefill", args, directory)
+    def __init__(
+        self, args: dict[str, Any], directory: DeploymentHandle, decode_: DeploymentHandle
+    ) -> None:
+        super().__init__("prefill", args, directory, RemoteKeeper(decode_))
 
 
 class DecodeReplica(_EngineDeployment):
@@ -183,10 +213,12 @@ class DecodeReplica(_EngineDeployment):
 class RoundCoordinator:
     """The coordinator; requests come here by consistent hashing on their session."""
 
-    def __init__(self, prefill: DeploymentHandle, decode_: DeploymentHandle) -> None:
+    def __init__(
+        self, prefill: DeploymentHandle, decode_: DeploymentHandle, directory: DeploymentHandle
+    ) -> None:
         _log_to_stderr()
         self._coordinator = Coordinator(
-            RayEngines(prefill, decode_), CoordinatorSettings(), _metrics()
+            RayEngines(prefill, decode_, directory), CoordinatorSettings(), _metrics()
         )
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -226,16 +258,6 @@ class _RemoteCoordinator:
         return bool(await ask(self._handle.options(session_id=sim).forget, sim))
 
 
-class _RemoteDirectory:
-    """The directory behind its handle."""
-
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-
-    async def replicas(self) -> list[ReplicaState]:
-        return [unpack(one, ReplicaState) for one in await ask(self._handle.replicas)]
-
-
 class Ingress:
     """HTTP in, requests out: members of rounds to the coordinator, the others straight on."""
 
@@ -252,8 +274,11 @@ class Ingress:
         _log_to_stderr()
         config = decode(args, DeploymentConfig, path="args")
         self._coordinator = _RemoteCoordinator(coordinator)
-        self._directory = _RemoteDirectory(directory)
-        self._dispatcher = Dispatcher(RayEngines(prefill, decode_), DispatchSettings(), _metrics())
+        self._directory = RemoteDirectory(directory)
+        self._kept = RemoteKeeper(decode_)
+        self._dispatcher = Dispatcher(
+            RayEngines(prefill, decode_, directory), DispatchSettings(), _metrics()
+        )
         self._frontend = await OpenAIFrontend.start(
             resolve(config.model),
             config.engine,
@@ -268,7 +293,7 @@ class Ingress:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_http_app(self._frontend, self._coordinator, self._directory)
+        return make_http_app(self._frontend, self._coordinator, self._directory, self._kept)
 
     def _serve(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         if request.membership is not None:

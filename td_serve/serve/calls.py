@@ -60,11 +60,12 @@ async def stream(
             responses.cancel()
 
 
-async def tell_all(handle: DeploymentHandle, method: str, *arguments: Any) -> None:
-    """Make a call on every replica of a deployment; those that fail are left out."""
+async def ask_all(handle: DeploymentHandle, method: str, *arguments: Any) -> list[Any]:
+    """What every replica of a deployment answers; those that fail are left out."""
     responses = contextvars.Context().run(handle.broadcast, method, *arguments)
     with _translated():
-        await responses.results_async(return_exceptions=True)
+        answers = await responses.results_async(return_exceptions=True)
+    return [one for one in answers if not isinstance(one, BaseException)]
 
 
 @contextlib.contextmanager

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from td_serve.errors import RequestError
-from td_serve.serve.calls import answer, ask, start, stream, tell_all
+from td_serve.serve.calls import answer, ask, ask_all, start, stream
+from td_serve.serve.routing import towards
 from td_serve.types import (
+    ConversationKey,
     Delta,
     GenerateRequest,
+    Handle,
     Handover,
     MemberHandover,
     RequestId,
@@ -24,17 +28,28 @@ from td_serve.types import (
     unpack,
 )
 
+log = logging.getLogger(__name__)
+
 
 class RayEngines:
-    """`dispatch.Engines` over the handles of the two kinds of replica."""
+    """`dispatch.Engines` over the handles of the two kinds of replica, and of the directory.
 
-    def __init__(self, prefill: DeploymentHandle, decode: DeploymentHandle) -> None:
+    A turn of a conversation goes to the prefill replica that had the last one, with the handle of
+    what the decode replica keeps, and to that decode replica.
+    """
+
+    def __init__(
+        self, prefill: DeploymentHandle, decode: DeploymentHandle, directory: DeploymentHandle
+    ) -> None:
         self._prefill = prefill
         self._decode = decode
+        self._directory = directory
         self._watched: set[asyncio.Task[None]] = set()
 
     async def prefill(self, request: GenerateRequest) -> Handover:
-        response = start(self._prefill.prefill, pack(request))
+        handle = await self._find(request.conversation)
+        prefill = towards(self._prefill, None if handle is None else handle.prefilled_by)
+        response = start(prefill.prefill, pack(request), None if handle is None else pack(handle))
         try:
             return unpack(await answer(response), Handover)
         except asyncio.CancelledError:
@@ -46,16 +61,28 @@ class RayEngines:
         return stream(self._prefill.prefill_round, MemberHandover, pack(work))
 
     async def cancel_member(self, request_id: RequestId) -> None:
-        await tell_all(self._prefill, "cancel_member", request_id)
+        await ask_all(self._prefill, "cancel_member", request_id)
 
     def decode(
         self, request: GenerateRequest, handover: Handover | None
     ) -> AsyncGenerator[Delta, None]:
         packed = None if handover is None else pack(handover)
-        return stream(self._decode.decode, Delta, pack(request), packed)
+        decode = towards(self._decode, None if handover is None else handover.kept_by)
+        return stream(decode.decode, Delta, pack(request), packed)
 
     async def release(self, handover: Handover) -> None:
         await ask(self._decode.release, pack(handover))
+
+    async def _find(self, conversation: ConversationKey | None) -> Handle | None:
+        """The conversation's handle, if the directory knows one, and can be asked."""
+        if conversation is None:
+            return None
+        try:
+            found = await ask(self._directory.find, conversation)
+        except RequestError as error:
+            log.warning("the directory does not answer: %s", error.message)
+            return None
+        return None if found is None else unpack(found, Handle)
 
     def _watch(self, response: DeploymentResponse) -> None:
         """A prefill that was cancelled may have won the race: then give its blocks back."""

@@ -4,6 +4,7 @@
     /sim/{sim}/agent/{agent}/v1/…   the same three: the request joins the simulation's next round
     POST /v1/rounds                 a whole round at once
     GET  /v1/rounds/{sim}/{round}   the outputs on record    DELETE /v1/rounds/{sim}   forget them
+    DELETE /v1/conversations/{id}   free what is kept for the next turn
     GET  /v1/replicas               who serves, and what it holds
     GET  /health
 
@@ -24,6 +25,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from td_serve import rounds
+from td_serve.conversations import conversation_of, key
 from td_serve.errors import (
     BadRequest,
     NotFound,
@@ -34,18 +36,33 @@ from td_serve.errors import (
 )
 from td_serve.replies import JsonReply, Reply, StreamReply, error_reply
 from td_serve.rounds import RoundField, RoundRequest, decode_body
-from td_serve.types import AgentId, AgentOutput, Membership, ReplicaState, RoundRecord, SessionId
+from td_serve.types import (
+    AgentId,
+    AgentOutput,
+    ConversationKey,
+    Membership,
+    Origin,
+    ReplicaState,
+    RoundRecord,
+    SessionId,
+)
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 64 * 2**20
+
+SWITCH = "bidirectional_kv_xfer"
+"""Field of a request's body: false has it leave nothing behind and read nothing back."""
+
+TENANT = ""
+"""All clients are one tenant's."""
 
 
 class Frontend(Protocol):
     """The OpenAI layer (`engine.openai.OpenAIFrontend`)."""
 
-    async def chat(self, body: dict[str, Any], membership: Membership | None) -> Reply: ...
+    async def chat(self, body: dict[str, Any], origin: Origin) -> Reply: ...
 
-    async def complete(self, body: dict[str, Any], membership: Membership | None) -> Reply: ...
+    async def complete(self, body: dict[str, Any], origin: Origin) -> Reply: ...
 
     async def models(self) -> JsonReply: ...
 
@@ -62,13 +79,21 @@ class Directory(Protocol):
     async def replicas(self) -> list[ReplicaState]: ...
 
 
-Answer = Callable[[dict[str, Any], Membership | None], Awaitable[Reply]]
+class Conversations(Protocol):
+    """What is kept of conversations."""
+
+    async def forget(self, conversation: ConversationKey) -> bool: ...
+
+
+Answer = Callable[[dict[str, Any], Origin], Awaitable[Reply]]
 
 RECORD_PATIENCE_S = 60.0
 """How long a round waits for the last one's members to finish, when it names no deadline."""
 
 
-def make_http_app(frontend: Frontend, coordinator: Rounds, directory: Directory) -> FastAPI:
+def make_http_app(
+    frontend: Frontend, coordinator: Rounds, directory: Directory, kept: Conversations
+) -> FastAPI:
     """The ASGI application over the ingress's parts."""
     app = FastAPI(title="td_serve", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestError, _on_request_error)
@@ -79,7 +104,8 @@ def make_http_app(frontend: Frontend, coordinator: Rounds, directory: Directory)
         membership = None
         if field is not None:
             membership = decode_body(field, RoundField, "td_round").membership()
-        return await _send(request, answer(body, membership))
+        origin = Origin(membership=membership, conversation=_conversation(request, body))
+        return await _send(request, answer(body, origin))
 
     async def implied(request: Request, answer: Answer) -> Response:
         body = await _body(request)
@@ -88,7 +114,8 @@ def make_http_app(frontend: Frontend, coordinator: Rounds, directory: Directory)
         membership = Membership(
             sim=SessionId(request.path_params["sim"]), agent=AgentId(request.path_params["agent"])
         )
-        return await _send(request, answer(body, membership))
+        origin = Origin(membership=membership, conversation=_conversation(request, body))
+        return await _send(request, answer(body, origin))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -131,6 +158,11 @@ def make_http_app(frontend: Frontend, coordinator: Rounds, directory: Directory)
     async def forget(sim: str) -> Response:
         return JSONResponse({"sim": sim, "deleted": await coordinator.forget(SessionId(sim))})
 
+    @app.delete("/v1/conversations/{conversation:path}")
+    async def forget_conversation(conversation: str) -> Response:
+        deleted = await kept.forget(key(TENANT, conversation))
+        return JSONResponse({"conversation": conversation, "deleted": deleted})
+
     @app.get("/v1/replicas")
     async def replicas() -> Response:
         return JSONResponse(
@@ -147,6 +179,18 @@ def make_http_app(frontend: Frontend, coordinator: Rounds, directory: Directory)
     return app
 
 
+def _conversation(request: Request, body: dict[str, Any]) -> ConversationKey | None:
+    """The conversation whose KV is kept, if the client names one and does not forbid it.
+
+    Mutates: takes the switch out of `body`. Raises BadRequest.
+    """
+    switch = body.pop(SWITCH, None)
+    if switch is not None and not isinstance(switch, bool):
+        raise BadRequest(f"{SWITCH}: {switch!r}, expected true or false", field=SWITCH)
+    named = conversation_of(request.headers, body)
+    return None if named is None or switch is False else key(TENANT, named)
+
+
 async def _play_round(round_: RoundRequest, frontend: Frontend, coordinator: Rounds) -> Reply:
     """Every agent's completion, and the round's sums; streamed as agents finish, if wanted."""
     shared = await _shared(round_, coordinator)
@@ -159,7 +203,7 @@ async def _play_round(round_: RoundRequest, frontend: Frontend, coordinator: Rou
             "model": round_.model,
             "messages": rounds.messages(round_, round_.agents[position], shared),
         }
-        reply = await frontend.chat(body, rounds.membership(round_, position))
+        reply = await frontend.chat(body, Origin(membership=rounds.membership(round_, position)))
         assert isinstance(reply, JsonReply), "a request without `stream` got a stream"
         key = "response" if reply.status < 400 else "error"
         body = reply.body if key == "response" else reply.body["error"]

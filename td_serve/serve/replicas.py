@@ -8,16 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Protocol
+
+import msgspec
 
 from td_serve.errors import RequestError, Unavailable
 from td_serve.metrics import Metrics
 from td_serve.types import (
+    ConversationKey,
     Delta,
     Epoch,
     GenerateRequest,
+    Handle,
     Handover,
+    LeaseId,
     MemberHandover,
     ReplicaState,
     RequestId,
@@ -35,7 +40,7 @@ PULSE_S = 1.0
 class Host(Protocol):
     """What a replica needs of an engine (`engine.host.EngineHost`)."""
 
-    async def prefill(self, request: GenerateRequest) -> Handover: ...
+    async def prefill(self, request: GenerateRequest, handle: Handle | None = None) -> Handover: ...
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]: ...
 
@@ -47,6 +52,14 @@ class Host(Protocol):
 
     async def release(self, handover: Handover) -> None: ...
 
+    async def hold(self, handle: Handle, reader: RequestId, for_s: float) -> bool: ...
+
+    async def let_go(self, handle: Handle, reader: RequestId) -> None: ...
+
+    async def forget(self, conversation: ConversationKey) -> bool: ...
+
+    async def live_leases(self) -> set[LeaseId]: ...
+
     def state(self) -> ReplicaState: ...
 
     async def check_health(self) -> None: ...
@@ -54,11 +67,19 @@ class Host(Protocol):
     def close(self) -> None: ...
 
 
-Register = Callable[[ReplicaState], Awaitable[Epoch]]
+class Directory(Protocol):
+    """The directory, as a replica talks to it. Each answers with, or raises, as `KVDirectory`."""
+
+    async def register(self, state: ReplicaState) -> Epoch: ...
+
+    async def keep(self, handle: Handle) -> None: ...
+
+    async def drop(self, handles: list[Handle]) -> None: ...
 
 
 class EngineReplica:
-    """Serves one engine, and registers it every second, so that a new directory learns of it.
+    """Serves one engine, and registers it every second, so that a new directory learns of it, and
+    of all that the engine keeps.
 
     When the engine has died, so has this replica: it calls `leave`, which ends the process, so that
     requests go elsewhere at once and not only when Serve has asked three times for its health.
@@ -67,20 +88,22 @@ class EngineReplica:
     def __init__(
         self,
         host: Host,
-        register: Register,
+        directory: Directory,
         metrics: Metrics,
         leave: Callable[[], None],
     ) -> None:
         self._host = host
-        self._register = register
+        self._directory = directory
+        self._kept: dict[LeaseId, Handle] = {}
         self._leave = leave
         self._metrics = metrics
         self._epoch: Epoch | None = None
         self._pulse: asyncio.Task[None] | None = None
 
-    async def prefill(self, packed: bytes) -> bytes:
+    async def prefill(self, packed: bytes, handle: bytes | None = None) -> bytes:
+        known = None if handle is None else unpack(handle, Handle)
         async with self._watching():
-            return pack(await self._host.prefill(unpack(packed, GenerateRequest)))
+            return pack(await self._host.prefill(unpack(packed, GenerateRequest), known))
 
     async def prefill_round(self, packed: bytes) -> AsyncGenerator[bytes, None]:
         parts = self._host.prefill_round(unpack(packed, RoundPrefill))
@@ -98,10 +121,23 @@ class EngineReplica:
         )
         async with self._watching(), contextlib.aclosing(deltas):
             async for delta in deltas:
+                if delta.handle is not None:
+                    # Before the client has its answer: its next turn may be quick.
+                    await self._keep(delta.handle)
+                    delta = msgspec.structs.replace(delta, handle=None)
                 yield pack(delta)
 
     async def release(self, packed: bytes) -> None:
         await self._host.release(unpack(packed, Handover))
+
+    async def hold(self, packed: bytes, reader: RequestId, for_s: float) -> bool:
+        return await self._host.hold(unpack(packed, Handle), reader, for_s)
+
+    async def let_go(self, packed: bytes, reader: RequestId) -> None:
+        await self._host.let_go(unpack(packed, Handle), reader)
+
+    async def forget(self, conversation: ConversationKey) -> bool:
+        return await self._host.forget(conversation)
 
     async def check_health(self) -> None:
         """Leaves when the engine has died; Serve then replaces this replica."""
@@ -141,12 +177,32 @@ class EngineReplica:
         while True:
             await self._leave_if_dead()
             try:
-                epoch = await self._register(self._host.state())
-            except RequestError as error:
-                log.warning("the directory does not answer: %s", error.message)
-            else:
+                epoch = await self._directory.register(self._host.state())
+                await self._drop_ended()
                 if epoch != self._epoch:
+                    for handle in list(self._kept.values()):
+                        await self._directory.keep(handle)
                     log.info("registered with directory epoch %d", epoch)
                     self._metrics.directory_epoch.set(float(epoch))
                     self._epoch = epoch
+            except RequestError as error:
+                log.warning("the pulse: %s", error.message)
             await asyncio.sleep(PULSE_S)
+
+    async def _keep(self, handle: Handle) -> None:
+        """Tell the directory of a lease; if it cannot be told now, it will be by the pulse."""
+        self._kept[handle.lease] = handle
+        try:
+            await self._directory.keep(handle)
+        except RequestError as error:
+            log.warning("the directory does not answer: %s", error.message)
+            self._epoch = None
+
+    async def _drop_ended(self) -> None:
+        """Forget the leases that have ended, here and in the directory."""
+        before = list(self._kept.values())
+        live = await self._host.live_leases()
+        if ended := [handle for handle in before if handle.lease not in live]:
+            await self._directory.drop(ended)
+            for handle in ended:
+                del self._kept[handle.lease]

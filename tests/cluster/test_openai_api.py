@@ -178,7 +178,7 @@ async def test_async_client_with_many_requests_at_once(cluster: Cluster) -> None
         ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "input_tokens"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, 400, "kv_transfer_params"),
         ({"vllm_xargs": {"kv_transfer_params": "x"}}, 400, "vllm_xargs"),
-        ({"vllm_xargs": {"td_membership": "x"}}, 400, "vllm_xargs"),
+        ({"vllm_xargs": {"td_origin": "x"}}, 400, "vllm_xargs"),
         ({"use_beam_search": True, "n": 2}, 400, "use_beam_search"),
         ({"td_round": {"sim": "s"}}, 400, "td_round"),
         ({"top_logprobs": 99, "logprobs": True}, 400, "logprobs"),

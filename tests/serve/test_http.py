@@ -12,14 +12,17 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from td_serve.conversations import key
 from td_serve.errors import BadRequest, EngineFailure, RequestError, RoundConflict, Unavailable
 from td_serve.replies import JsonReply, Reply, StreamReply, error_reply
 from td_serve.serve.http import MAX_BODY_BYTES, make_http_app
 from td_serve.types import (
     AgentId,
     AgentOutput,
+    ConversationKey,
     Epoch,
     Membership,
+    Origin,
     ReplicaId,
     ReplicaState,
     RoundRecord,
@@ -38,25 +41,26 @@ class FakeFrontend:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], Membership | None]] = []
+        self.conversations: list[ConversationKey | None] = []
         self.errors: dict[str, RequestError] = {}
         self.hold: asyncio.Event | None = None
         self.began = asyncio.Event()
         self.cancelled = 0
         self.events_closed = asyncio.Event()
 
-    async def chat(self, body: dict[str, Any], membership: Membership | None) -> Reply:
-        return await self._answer("chat", body, membership)
+    async def chat(self, body: dict[str, Any], origin: Origin) -> Reply:
+        return await self._answer("chat", body, origin)
 
-    async def complete(self, body: dict[str, Any], membership: Membership | None) -> Reply:
-        return await self._answer("complete", body, membership)
+    async def complete(self, body: dict[str, Any], origin: Origin) -> Reply:
+        return await self._answer("complete", body, origin)
 
     async def models(self) -> JsonReply:
         return JsonReply(200, {"object": "list", "data": [{"id": "m"}]})
 
-    async def _answer(
-        self, kind: str, body: dict[str, Any], membership: Membership | None
-    ) -> Reply:
+    async def _answer(self, kind: str, body: dict[str, Any], origin: Origin) -> Reply:
+        membership = origin.membership
         self.asked.append((kind, body, membership))
+        self.conversations.append(origin.conversation)
         self.began.set()
         try:
             if self.hold is not None:
@@ -102,9 +106,9 @@ class FakeRounds:
         return self.records[sim, number]
 
     async def forget(self, sim: SessionId) -> bool:
-        gone = [key for key in self.records if key[0] == sim]
-        for key in gone:
-            del self.records[key]
+        gone = [place for place in self.records if place[0] == sim]
+        for place in gone:
+            del self.records[place]
         return bool(gone)
 
 
@@ -128,6 +132,19 @@ class FakeDirectory:
         ]
 
 
+class FakeKept:
+    """Conversations that are kept."""
+
+    def __init__(self) -> None:
+        self.conversations: set[ConversationKey] = set()
+
+    async def forget(self, conversation: ConversationKey) -> bool:
+        if conversation not in self.conversations:
+            return False
+        self.conversations.remove(conversation)
+        return True
+
+
 class Rig:
     """The application, the fakes behind it and a client in front."""
 
@@ -135,7 +152,8 @@ class Rig:
         self.frontend = FakeFrontend()
         self.rounds = FakeRounds()
         self.directory = FakeDirectory()
-        self.app: FastAPI = make_http_app(self.frontend, self.rounds, self.directory)
+        self.kept = FakeKept()
+        self.app: FastAPI = make_http_app(self.frontend, self.rounds, self.directory, self.kept)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app), base_url="http://td"
         )
@@ -684,3 +702,53 @@ async def test_a_client_that_stays_gets_its_answer(rig: Rig) -> None:
     assert json.loads(caller.sent[1]["body"])["said"] == " é"
     assert rig.frontend.cancelled == 0
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# ---------------------------------------------------------------- conversations
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "named"),
+    [
+        ({}, {}, None),
+        ({"x-session-id": "a"}, {"session_id": "b"}, "a"),
+        ({"X-Claude-Code-Session-Id": "a", "session-id": "b"}, {}, "a"),
+        ({"session-id": "b"}, {"session_id": "c"}, "b"),
+        ({}, {"conversation_id": "c", "prompt_cache_key": "d"}, "c"),
+        ({}, {"prompt_cache_key": "d", "bidirectional_kv_xfer": True}, "d"),
+        ({"x-session-id": "a"}, {"bidirectional_kv_xfer": False}, None),
+    ],
+)
+async def test_a_conversation_is_named_by_headers_then_by_the_body(
+    rig: Rig, headers: dict[str, str], fields: dict[str, Any], named: str | None
+) -> None:
+    for path in (CHAT, f"{IMPLIED}{CHAT}"):
+        answer = await rig.client.post(path, json={"messages": MESSAGES, **fields}, headers=headers)
+        assert answer.status_code == 200
+    wanted = None if named is None else key("", named)
+    assert rig.frontend.conversations == [wanted, wanted]
+    assert all("bidirectional_kv_xfer" not in body for _, body, _ in rig.frontend.asked)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "expected"),
+    [
+        ({"session_id": 7}, "session_id", "7, expected a string"),
+        ({"session_id": ""}, "session_id", "0 characters, expected 1 to 512"),
+        ({"prompt_cache_key": "x" * 513}, "prompt_cache_key", "513 characters"),
+        ({"bidirectional_kv_xfer": "no"}, "bidirectional_kv_xfer", "'no', expected true or false"),
+    ],
+)
+async def test_a_conversation_that_cannot_be_is_refused(
+    rig: Rig, fields: dict[str, Any], field: str, expected: str
+) -> None:
+    error = await rig.refused(CHAT, {"messages": MESSAGES, **fields})
+    assert error["param"] == field
+    assert expected in error["message"]
+
+
+async def test_a_conversation_can_be_deleted_whatever_its_name(rig: Rig) -> None:
+    rig.kept.conversations.add(key("", "a/b c"))
+    for deleted in (True, False):
+        answer = await rig.client.delete("/v1/conversations/a%2Fb%20c")
+        assert answer.json() == {"conversation": "a/b c", "deleted": deleted}

@@ -1,8 +1,10 @@
 """Replicas: packed in, packed out, and a pulse that outlives its directory."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 
+import msgspec
 import pytest
 
 from td_serve.collector import Session, plan_round
@@ -10,10 +12,13 @@ from td_serve.errors import BadRequest, RequestError, Unavailable
 from td_serve.serve.replicas import EngineReplica
 from td_serve.types import (
     ADMITTED,
+    ConversationKey,
     Delta,
     Epoch,
     GenerateRequest,
+    Handle,
     Handover,
+    LeaseId,
     MemberHandover,
     ReplicaId,
     ReplicaState,
@@ -37,8 +42,14 @@ class FakeHost:
         self.asked = 0
         self.closed = 0
         self.dead: RequestError | None = None
+        self.handles: list[Handle | None] = []
+        """What was offered to prefills."""
+        self.leases: dict[LeaseId, Handle] = {}
+        """What is kept; a decode whose lease is `next_lease` adds it."""
+        self.next_lease: Handle | None = None
 
-    async def prefill(self, request: GenerateRequest) -> Handover:
+    async def prefill(self, request: GenerateRequest, handle: Handle | None = None) -> Handover:
+        self.handles.append(handle)
         return await self.engines.prefill(request)
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
@@ -47,13 +58,30 @@ class FakeHost:
     def cancel_member(self, request_id: RequestId) -> None:
         self.engines.cancelled.append(request_id)
 
-    def decode(
+    async def decode(
         self, request: GenerateRequest, handover: Handover | None
     ) -> AsyncGenerator[Delta, None]:
-        return self.engines.decode(request, handover)
+        async with contextlib.aclosing(self.engines.decode(request, handover)) as deltas:
+            async for delta in deltas:
+                if delta.finished and (kept := self.next_lease) is not None:
+                    self.leases[kept.lease] = kept
+                    delta = msgspec.structs.replace(delta, handle=kept)
+                yield delta
 
     async def release(self, handover: Handover) -> None:
         await self.engines.release(handover)
+
+    async def hold(self, handle: Handle, reader: RequestId, for_s: float) -> bool:
+        return handle.lease in self.leases
+
+    async def let_go(self, handle: Handle, reader: RequestId) -> None:
+        """Nothing is held here."""
+
+    async def forget(self, conversation: ConversationKey) -> bool:
+        return self.leases.pop(LeaseId(conversation), None) is not None
+
+    async def live_leases(self) -> set[LeaseId]:
+        return set(self.leases)
 
     def state(self) -> ReplicaState:
         self.asked += 1
@@ -75,8 +103,8 @@ class FakeHost:
         self.closed += 1
 
 
-class FakeRegister:
-    """A directory that answers as scripted, then stays with its last epoch."""
+class FakeDirectory:
+    """Answers as scripted, then stays with its last epoch."""
 
     def __init__(self, *answers: int | RequestError) -> None:
         self.answers = list(answers)
@@ -84,8 +112,21 @@ class FakeRegister:
         self.epoch = 0
         self.spent = asyncio.Event()
         """Set when all of the script has been answered."""
+        self.kept: list[LeaseId] = []
+        self.dropped: list[LeaseId] = []
+        self.away: RequestError | None = None
+        self.told = asyncio.Event()
 
-    async def __call__(self, state: ReplicaState) -> Epoch:
+    async def keep(self, handle: Handle) -> None:
+        if self.away is not None:
+            raise self.away
+        self.kept.append(handle.lease)
+        self.told.set()
+
+    async def drop(self, handles: list[Handle]) -> None:
+        self.dropped += [handle.lease for handle in handles]
+
+    async def register(self, state: ReplicaState) -> Epoch:
         self.states.append(state)
         if not self.answers:
             return Epoch(self.epoch)
@@ -101,11 +142,11 @@ class FakeRegister:
 class Rig:
     def __init__(self, *answers: int | RequestError) -> None:
         self.host = FakeHost()
-        self.register = FakeRegister(*answers)
+        self.directory = FakeDirectory(*answers)
         self.recorder = Recorder()
         self.left = 0
         self.replica = EngineReplica(
-            self.host, self.register, self.recorder.metrics, leave=self._leave
+            self.host, self.directory, self.recorder.metrics, leave=self._leave
         )
 
     def _leave(self) -> None:
@@ -131,25 +172,25 @@ async def test_the_pulse_survives_its_directory_and_registers_with_the_next() ->
     """One beat a second: the script takes two."""
     rig = Rig(5, Unavailable("no directory"), 7)
     rig.replica.start_pulse()
-    await rig.register.spent.wait()
+    await rig.directory.spent.wait()
     await settle()
     rig.replica.close()
     assert rig.epochs == [5.0, 7.0], "told once for each directory"
-    assert [state.running for state in rig.register.states] == [1, 2, 3], "always anew"
+    assert [state.running for state in rig.directory.states] == [1, 2, 3], "always anew"
 
 
 async def test_the_first_beat_comes_at_once_and_one_pulse_is_enough(rig: Rig) -> None:
     for _ in range(3):
         rig.replica.start_pulse()
     await settle()
-    assert len(rig.register.states) == 1
+    assert len(rig.directory.states) == 1
     assert rig.epochs == [5.0]
 
 
 async def test_a_health_check_starts_the_pulse_and_asks_the_engine(rig: Rig) -> None:
     await rig.replica.check_health()
     await settle()
-    assert len(rig.register.states) == 1
+    assert len(rig.directory.states) == 1
     rig.host.dead = Unavailable("the engine has died")
     with pytest.raises(Unavailable, match="the engine has died"):
         await rig.replica.check_health()
@@ -190,7 +231,7 @@ async def test_a_replica_without_a_pulse_can_be_closed() -> None:
     rig = Rig()
     rig.replica.close()
     assert rig.host.closed == 1
-    assert not rig.register.states
+    assert not rig.directory.states
 
 
 # ------------------------------------------------------------------------------------ packed calls
@@ -244,8 +285,8 @@ async def test_errors_of_the_engine_come_through(rig: Rig) -> None:
 
 
 async def test_what_another_release_sends_never_reaches_the_engine(rig: Rig) -> None:
-    with pytest.raises(WireVersionError, match="version 2 from another process"):
-        await rig.replica.prefill(b"\x00\x02" + pack(REQUEST)[2:])
+    with pytest.raises(WireVersionError, match="version 1 from another process"):
+        await rig.replica.prefill(b"\x00\x01" + pack(REQUEST)[2:])
     with pytest.raises(WireVersionError, match="got a Delta, expected a Handover"):
         await rig.replica.release(pack(ADMITTED))
     assert not rig.host.engines.calls
@@ -266,3 +307,75 @@ async def test_a_decode_closed_at_its_admission_drops_the_handover(rig: Rig) -> 
     assert unpack(await anext(deltas), Delta) == ADMITTED
     await deltas.aclose()
     assert rig.host.engines.pinned == []
+
+
+# ------------------------------------------------------------------------------------ conversations
+
+
+def a_handle(lease: str) -> Handle:
+    return Handle(
+        lease=LeaseId(lease),
+        conversation=ConversationKey(lease),
+        replica=ReplicaId("decode-0"),
+        epoch=Epoch(1),
+        host="127.0.0.1",
+        port=20500,
+        tp_size=1,
+        block_size=4,
+        block_ids=[[1]],
+        tokens=3,
+        digests=b"",
+        tail=[1, 2, 3],
+        remaining_s=480.0,
+    )
+
+
+async def decode_kept(rig: Rig, lease: str) -> list[Delta]:
+    """A turn whose KV is kept as `lease`."""
+    rig.host.next_lease = a_handle(lease)
+    return [unpack(d, Delta) async for d in rig.replica.decode(pack(REQUEST), None)]
+
+
+async def test_a_kept_turn_is_in_the_directory_before_its_last_delta_is_out(rig: Rig) -> None:
+    deltas = await decode_kept(rig, "one")
+    assert rig.directory.kept == ["one"]
+    assert all(delta.handle is None for delta in deltas), "handles stay inside"
+
+
+async def test_a_new_directory_learns_of_all_that_is_kept_and_of_nothing_that_has_ended() -> None:
+    rig = Rig(5, 7)
+    for lease in ("one", "two"):
+        await decode_kept(rig, lease)
+    del rig.host.leases[LeaseId("one")]
+    rig.directory.kept.clear()
+    rig.replica.start_pulse()
+    await rig.directory.spent.wait()
+    await settle()
+    rig.replica.close()
+    assert rig.directory.dropped == ["one"]
+    assert rig.directory.kept == ["two", "two"], "once for each directory"
+
+
+async def test_a_lease_that_the_directory_missed_is_told_by_the_next_beat(rig: Rig) -> None:
+    rig.replica.start_pulse()
+    await settle()
+    rig.directory.away = Unavailable("no directory")
+    await decode_kept(rig, "one")
+    assert rig.directory.kept == []
+    rig.directory.away = None
+    async with asyncio.timeout(10):
+        await rig.directory.told.wait()
+    assert rig.directory.kept == ["one"]
+
+
+async def test_a_handle_reaches_the_engine_and_a_hold_answers(rig: Rig) -> None:
+    handle = a_handle("one")
+    handover = await rig.replica.prefill(pack(REQUEST), pack(handle))
+    await rig.replica.release(handover)
+    assert rig.host.handles == [handle]
+    assert not await rig.replica.hold(pack(handle), REQUEST.request_id, 1.0)
+    rig.host.leases[handle.lease] = handle
+    assert await rig.replica.hold(pack(handle), REQUEST.request_id, 1.0)
+    await rig.replica.let_go(pack(handle), REQUEST.request_id)
+    assert await rig.replica.forget(handle.conversation)
+    assert not await rig.replica.forget(handle.conversation)

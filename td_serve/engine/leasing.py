@@ -1,0 +1,247 @@
+"""A decode engine's leases: kept where its blocks are, in the scheduler's process.
+
+Two threads meet here. The scheduler's own grants leases, frees what they held and reclaims them
+when live requests need room: it alone touches the block pool. The server's answers the engine's
+host, over a Unix socket: may this reader read (`hold`), what is there (`known`). One lock is
+between them, so that a lease is never promised to a reader and reclaimed at the same moment.
+
+A leased block has one reference more than its users, like one in use: vLLM frees the finished
+request as always, the engine sleeps when idle, and the prefix cache still finds the block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.v1.request import RequestStatus
+
+from td_serve.errors import Unavailable
+from td_serve.leases import LeaseTable
+from td_serve.types import ConversationKey, LeaseId
+
+log = logging.getLogger(__name__)
+
+LEASE = "td_lease"
+"""Key of a request's KV transfer parameters, and of what it finishes with: see `LeaseOrder` and
+`Granted`."""
+
+_ANSWER_PATIENCE_S = 5.0
+_SERVER_LOOKS_UP_MS = 500
+_COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class LeaseOrder(msgspec.Struct, frozen=True):
+    """A request wants its KV kept when it has finished."""
+
+    id: LeaseId
+    conversation: ConversationKey
+
+
+class Granted(msgspec.Struct, frozen=True):
+    """What is kept: the KV of the first `tokens` tokens, in these blocks."""
+
+    id: LeaseId
+    tokens: int
+    block_ids: list[int]
+    ttl_s: float
+
+
+class LeaseCounts(msgspec.Struct, frozen=True):
+    """The live leases with their remaining seconds, the blocks kept, and why others ended.
+
+    `unfreed` of the blocks are those of leases that have ended: the scheduler frees them when it
+    next has anything to do.
+    """
+
+    live: dict[LeaseId, float]
+    blocks: int
+    unfreed: int
+    ends: dict[str, int]
+
+
+class LeaseKeeper:
+    """The leases of one engine; made in its scheduler's process. `address` is a ZeroMQ one."""
+
+    def __init__(self, ttl_s: float, address: str) -> None:
+        self._table = LeaseTable(ttl_s)
+        self._lock = threading.Lock()
+        self._pool: Any = None
+        self._block_size = 0
+        self._server = _Server(address, self._answer)
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """Take the engine's block pool. Leases are granted only where one KV group holds it all."""
+        groups = kv_cache_manager.kv_cache_config.kv_cache_groups
+        if len(groups) == 1:
+            self._pool = kv_cache_manager.block_pool
+            self._block_size = groups[0].kv_cache_spec.block_size
+        else:
+            log.warning("no leases: the model has %d KV groups, expected one", len(groups))
+
+    def close(self) -> None:
+        self._server.close()
+
+    def grant(self, request: Any, block_ids: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """Keep a finished request's KV, if it wants that and has come to its end.
+
+        Gives what the request's last output carries.
+        """
+        params = request.kv_transfer_params or {}
+        if LEASE not in params or self._pool is None or request.status not in _COMPLETE:
+            return None
+        order = msgspec.convert(params[LEASE], LeaseOrder)
+        # The last token sampled was never fed back; one that was scheduled may not have been.
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        ids = block_ids[0][: -(-tokens // self._block_size)]
+        blocks = [self._pool.blocks[block_id] for block_id in ids]
+        if not blocks or any(block.is_null for block in blocks):
+            return None
+        self._pool.touch(blocks)
+        with self._lock:
+            self._table.grant(order.id, order.conversation, tokens, blocks)
+        self.settle()
+        granted = Granted(id=order.id, tokens=tokens, block_ids=ids, ttl_s=self._table.ttl_s)
+        return {LEASE: msgspec.to_builtins(granted)}
+
+    def settle(self) -> None:
+        """Free the blocks of leases that have ended."""
+        with self._lock:
+            self._table.expire()
+            ended = self._table.take_ended()
+        for lease in ended:
+            # The end of a prompt is evicted before its beginning.
+            self._pool.free_blocks(reversed(lease.blocks))
+
+    def make_room(self, blocks: int) -> bool:
+        """Reclaim leases until the pool has `blocks` free ones. Says whether it ended any."""
+        if self._pool is None:
+            return False
+        any_ended = False
+        while (missing := blocks - self._pool.get_num_free_blocks()) > 0:
+            with self._lock:
+                if not self._table.reclaim(missing):
+                    break
+            any_ended = True
+            self.settle()
+        return any_ended
+
+    def make_room_for(self, request: Any, computed_tokens: int) -> None:
+        """Reclaim what a waiting request lacks."""
+        if self._pool is not None:
+            self.make_room(-(-(request.num_tokens - computed_tokens) // self._block_size) + 1)
+
+    def make_some_room(self) -> bool:
+        """Reclaim at least one block for a running request that would be preempted otherwise."""
+        return self._pool is not None and self.make_room(self._pool.get_num_free_blocks() + 1)
+
+    def _answer(self, ask: list[Any]) -> Any:
+        """The host's question, in the server's thread: a method of the table and its arguments."""
+        with self._lock:
+            match ask:
+                case ["hold", lease_id, reader, for_s]:
+                    return self._table.hold(lease_id, reader, for_s)
+                case ["let_go", lease_id, reader]:
+                    return self._table.let_go(lease_id, reader)
+                case ["end", lease_id]:
+                    return self._table.end(lease_id)
+                case ["forget", conversation]:
+                    return self._table.forget(conversation)
+                case ["counts"]:
+                    return LeaseCounts(
+                        live=self._table.known(),
+                        blocks=self._table.blocks,
+                        unfreed=self._table.unfreed,
+                        ends={why.value: count for why, count in self._table.ends.items()},
+                    )
+        raise ValueError(f"unknown question {ask!r}")
+
+
+class _Server:
+    """Answers on a ZeroMQ REP socket, in a thread of its own, until closed."""
+
+    def __init__(self, address: str, answer: Callable[[list[Any]], Any]) -> None:
+        self._answer = answer
+        self._closing = threading.Event()
+        self._socket: Any = zmq.Context.instance().socket(zmq.REP)
+        self._socket.setsockopt(zmq.RCVTIMEO, _SERVER_LOOKS_UP_MS)
+        self._socket.bind(address)
+        self._thread = threading.Thread(target=self._serve, name="td-leases", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            try:
+                ask = msgspec.msgpack.decode(self._socket.recv())
+            except zmq.Again:
+                continue
+            try:
+                reply = {"ok": self._answer(ask)}
+            except Exception as error:
+                log.exception("question %r", ask)
+                reply = {"error": repr(error)}
+            self._socket.send(msgspec.msgpack.encode(reply))
+        self._socket.close(linger=0)
+
+
+class LeaseClient:
+    """The host's side: asks the keeper, one question at a time. Use in one event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._context = zmq.asyncio.Context()
+        self._socket: Any = None
+        self._turn = asyncio.Lock()
+
+    async def hold(self, lease_id: LeaseId, reader: str, for_s: float) -> bool:
+        """Promise a reader the lease's blocks for `for_s` seconds. False: the lease has ended.
+
+        Raises Unavailable when the engine does not answer, like the others.
+        """
+        return bool(await self._ask("hold", lease_id, reader, for_s))
+
+    async def let_go(self, lease_id: LeaseId, reader: str) -> None:
+        """The reader is done."""
+        await self._ask("let_go", lease_id, reader)
+
+    async def end(self, lease_id: LeaseId) -> bool:
+        return bool(await self._ask("end", lease_id))
+
+    async def forget(self, conversation: ConversationKey) -> bool:
+        return bool(await self._ask("forget", conversation))
+
+    async def counts(self) -> LeaseCounts:
+        return msgspec.convert(await self._ask("counts"), LeaseCounts)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    async def _ask(self, *question: Any) -> Any:
+        async with self._turn:
+            if self._socket is None:
+                self._socket = self._context.socket(zmq.REQ)
+                self._socket.connect(self._address)
+            try:
+                async with asyncio.timeout(_ANSWER_PATIENCE_S):
+                    await self._socket.send(msgspec.msgpack.encode(question))
+                    reply = msgspec.msgpack.decode(await self._socket.recv())
+            except BaseException as error:
+                # A REQ socket that missed an answer cannot ask again.
+                self._socket.close(linger=0)
+                self._socket = None
+                if isinstance(error, TimeoutError):
+                    raise Unavailable("the engine does not answer for its leases") from error
+                raise
+        if "error" in reply:
+            raise Unavailable(f"the engine's leases: {reply['error']}")
+        return reply["ok"]

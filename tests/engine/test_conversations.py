@@ -1,0 +1,308 @@
+"""Turns of a conversation on real engines: what is read back is right, or is computed instead.
+
+One prefill engine without a prefix cache, so that whatever it did not compute it has read; one
+decode engine that keeps turns. Every answer must be a plain engine's, token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from td_serve.config import ConversationConfig, DispatchSettings, EngineConfig, NixlConfig
+from td_serve.conversations import key
+from td_serve.dispatch import Dispatcher
+from td_serve.engine.codec import encode_sampling
+from td_serve.engine.local import LocalEngines
+from td_serve.handles import common_tokens
+from td_serve.metrics import silent_metrics
+from td_serve.types import (
+    ConversationKey,
+    Epoch,
+    GenerateRequest,
+    Handle,
+    Handover,
+    LeaseId,
+    ReplicaId,
+    RequestId,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+BLOCK = 32
+THRESHOLD = 64
+ENGINE = EngineConfig(
+    dtype="float32",
+    max_model_len=2048,
+    block_size=BLOCK,
+    kv_cache_gib=0.1,
+    enforce_eager=True,
+    enable_prefix_caching=False,
+)
+"""0.1 GiB are 72 blocks of this model: 2,304 tokens."""
+NIXL = NixlConfig(host="127.0.0.1", env={"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo"})
+
+_numbers = itertools.count()
+_answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+
+class Rig:
+    """The engines, and a plain one to compare with."""
+
+    def __init__(self, engines: LocalEngines, plain: Any) -> None:
+        self.engines = engines
+        self.prefill, self.decode = engines.hosts
+        self._plain = plain
+        self._dispatcher = Dispatcher(engines, DispatchSettings(), silent_metrics())
+
+    async def turn(
+        self, prompt: list[int], conversation: ConversationKey | None, max_tokens: int = 8
+    ) -> tuple[list[int], Handover]:
+        """Serve a turn; gives its tokens, and how its prefill went."""
+        request = make_request(prompt, conversation, max_tokens)
+        handover = await self.engines.prefill(request)
+        return await self.finish(request, handover), handover
+
+    async def finish(self, request: GenerateRequest, handover: Handover) -> list[int]:
+        tokens: list[int] = []
+        deltas = self._dispatcher.generate(request, handover)
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                tokens += (token for choice in delta.choices for token in choice.token_ids)
+        return tokens
+
+    def wanted(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
+        """What a plain engine answers."""
+        asked = (tuple(prompt), max_tokens)
+        if asked not in _answers:
+            _answers[asked] = self._ask_plain(prompt, max_tokens)
+        return _answers[asked]
+
+    def _ask_plain(self, prompt: list[int], max_tokens: int) -> list[int]:
+        (output,) = self._plain.generate(
+            {"prompt_token_ids": prompt},
+            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            use_tqdm=False,
+        )
+        return list(output.outputs[0].token_ids)
+
+    def handle(self, conversation: ConversationKey) -> Handle:
+        handle = self.engines.directory.find(conversation)
+        assert handle is not None
+        return handle
+
+    async def settle(self, patience_s: float = 20.0) -> None:
+        """Wait until nothing runs, is pinned or leased. Raises AssertionError."""
+        await self._dispatcher.drain()
+        deadline = time.monotonic() + patience_s
+        while True:
+            counts = await self.decode.lease_counts()
+            states = [host.state() for host in self.engines.hosts]
+            usage = [(one.running, one.waiting, one.kv_usage) for one in states]
+            if not counts.blocks and usage == [(0, 0, 0.0)] * 2:
+                return
+            assert time.monotonic() < deadline, (counts, usage)
+            await asyncio.sleep(0.1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(model_dir: Path) -> AsyncIterator[LocalEngines]:
+    conversations = ConversationConfig(
+        kv_recompute_threshold=THRESHOLD, decoder_kv_blocks_ttl=60.0, read_patience_s=10.0
+    )
+    engines = LocalEngines.start(
+        str(model_dir),
+        ENGINE,
+        NIXL,
+        conversations,
+        decode_engine=msgspec.structs.replace(ENGINE, enable_prefix_caching=True),
+    )
+    yield engines
+    engines.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def rig(engines: LocalEngines, plain: Any) -> AsyncIterator[Rig]:
+    rig = Rig(engines, plain)
+    yield rig
+    for tenant in list(engines.directory._tenants.values()):
+        for conversation in list(tenant):
+            await engines.forget(conversation)
+    await rig.settle()
+
+
+def make_request(
+    prompt: list[int], conversation: ConversationKey | None, max_tokens: int = 8
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(f"turn-{next(_numbers)}"),
+        prompt_token_ids=prompt,
+        sampling=encode_sampling(
+            SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                output_kind=RequestOutputKind.DELTA,
+            )
+        ),
+        conversation=conversation,
+    )
+
+
+def some_tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1000, 40_000), k=count)
+
+
+def new_conversation() -> ConversationKey:
+    return key("", f"conversation-{next(_numbers)}")
+
+
+async def test_a_next_turn_computes_only_what_is_new(rig: Rig) -> None:
+    """Prompt and reply of the turns before are read; only the last token, never fed, is new."""
+    conversation, prompt = new_conversation(), some_tokens(150, 1)
+    before = 0
+    for number in range(4):
+        answer, handover = await rig.turn(prompt, conversation)
+        assert answer == rig.wanted(prompt)
+        if before:
+            assert handover.read is not None
+            assert not handover.read.failed
+            assert handover.read.tokens == handover.cached_tokens == before
+            blocks = -(-before // BLOCK)
+            assert handover.read.bytes == blocks * rig_block_bytes()
+        else:
+            assert (handover.read, handover.cached_tokens) == (None, 0)
+        before = len(prompt) + len(answer) - 1
+        assert rig.handle(conversation).tokens == before
+        prompt = prompt + answer + some_tokens(10, number)
+    assert (await rig.decode.lease_counts()).ends == {"superseded": 3}
+
+
+def rig_block_bytes() -> int:
+    """SmolLM2-135M: 30 layers, K and V, 3 heads of 64, float32."""
+    return 30 * 2 * 3 * 64 * 4 * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("kept", "read"), [(70, 64), (95, 64), (96, 96), (128, 128), (140, 140), (150, 150)]
+)
+async def test_an_edited_history_is_read_up_to_the_edit(rig: Rig, kept: int, read: int) -> None:
+    """A client that drops reasoning: the common prefix, in whole blocks, and in the last one."""
+    conversation, prompt = new_conversation(), some_tokens(150, kept)
+    await rig.turn(prompt, conversation)
+    edited = prompt[:kept] + some_tokens(60, kept + 1000)
+    answer, handover = await rig.turn(edited, conversation)
+    assert answer == rig.wanted(edited)
+    assert handover.cached_tokens == read
+    assert handover.read is not None
+
+
+async def test_the_same_prompt_again_is_read_but_for_its_last_token(rig: Rig) -> None:
+    conversation, prompt = new_conversation(), some_tokens(128, 5)
+    first, _ = await rig.turn(prompt, conversation)
+    second, handover = await rig.turn(prompt, conversation)
+    assert first == second == rig.wanted(prompt)
+    assert handover.read is not None
+    assert handover.read.tokens == 128
+
+
+async def test_below_the_threshold_it_is_computed(rig: Rig) -> None:
+    conversation, prompt = new_conversation(), some_tokens(THRESHOLD - 8, 6)
+    answer, _ = await rig.turn(prompt, conversation, max_tokens=8)
+    prompt = prompt + answer + some_tokens(20, 7)
+    assert rig.handle(conversation).tokens == THRESHOLD - 1
+    answer, handover = await rig.turn(prompt, conversation)
+    assert answer == rig.wanted(prompt)
+    assert (handover.read, handover.cached_tokens) == (None, 0)
+
+
+async def test_without_a_conversation_nothing_is_kept(rig: Rig) -> None:
+    prompt = some_tokens(150, 8)
+    answer, _ = await rig.turn(prompt, None)
+    assert answer == rig.wanted(prompt)
+    await rig.settle()
+
+
+def other(handle: Handle, **changes: Any) -> Handle:
+    return msgspec.structs.replace(handle, **changes)
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        pytest.param(lambda h: other(h, lease=LeaseId("0" * 32)), id="unknown lease"),
+        pytest.param(lambda h: other(h, epoch=Epoch(h.epoch - 1)), id="another epoch"),
+        pytest.param(lambda h: other(h, replica=ReplicaId("decode-x")), id="another engine"),
+        pytest.param(lambda h: other(h, digests=b"x" * len(h.digests)), id="other tokens"),
+        pytest.param(lambda h: other(h, digests=h.digests[:-1]), id="a cut digest"),
+        pytest.param(lambda h: other(h, digests=b"", tail=[]), id="no tokens"),
+        pytest.param(lambda h: other(h, block_size=16), id="another block size"),
+        pytest.param(lambda h: other(h, tp_size=2), id="another tensor parallel size"),
+        pytest.param(lambda h: other(h, block_ids=[h.block_ids[0][:2]]), id="too few blocks"),
+        pytest.param(lambda h: other(h, block_ids=[[0] * 5]), id="other blocks"),
+        pytest.param(lambda h: other(h, block_ids=[]), id="no blocks"),
+        pytest.param(lambda h: other(h, tokens=h.tokens - 40), id="fewer tokens than digests"),
+        pytest.param(lambda h: other(h, tokens=10_000), id="more tokens than blocks"),
+    ],
+)
+async def test_a_handle_that_is_wrong_never_gives_wrong_tokens(
+    rig: Rig, forge: Callable[[Handle], Handle]
+) -> None:
+    conversation, prompt = new_conversation(), some_tokens(150, 9)
+    answer, _ = await rig.turn(prompt, conversation)
+    forged = forge(rig.handle(conversation))
+    prompt = prompt + answer + some_tokens(20, 10)
+    request = make_request(prompt, None)
+    handover = await rig.prefill.prefill(request, forged)
+    assert await rig.finish(request, handover) == rig.wanted(prompt)
+
+
+async def test_another_conversations_handle_is_read_only_where_the_tokens_are_the_same(
+    rig: Rig,
+) -> None:
+    conversation, prompt = new_conversation(), some_tokens(150, 11)
+    await rig.turn(prompt, conversation)
+    strange = some_tokens(200, 12)
+    assert common_tokens(rig.handle(conversation), strange, None) == 0
+    request = make_request(strange, None)
+    handover = await rig.prefill.prefill(request, rig.handle(conversation))
+    assert handover.read is None
+    assert await rig.finish(request, handover) == rig.wanted(strange)
+
+
+async def test_a_deleted_conversation_is_computed_anew(rig: Rig) -> None:
+    conversation, prompt = new_conversation(), some_tokens(150, 13)
+    answer, _ = await rig.turn(prompt, conversation)
+    assert await rig.engines.forget(conversation)
+    assert not await rig.engines.forget(conversation)
+    await rig.settle()
+    prompt = prompt + answer + some_tokens(20, 14)
+    answer, handover = await rig.turn(prompt, conversation)
+    assert answer == rig.wanted(prompt)
+    assert handover.read is None
+
+
+async def test_leases_go_before_a_live_request_is_preempted_or_waits(rig: Rig) -> None:
+    """The pool holds 2,304 tokens; ten conversations of 470 want more than twice as much."""
+    conversations = {new_conversation(): some_tokens(470, 20 + n) for n in range(10)}
+    for conversation, prompt in conversations.items():
+        answer, _ = await rig.turn(prompt, conversation)
+        assert answer == rig.wanted(prompt)
+    ends = (await rig.decode.lease_counts()).ends
+    assert ends["reclaimed"] >= 6
+    for conversation, prompt in conversations.items():
+        longer = prompt + some_tokens(10, 30)
+        answer, _ = await rig.turn(longer, conversation)
+        assert answer == rig.wanted(longer)
