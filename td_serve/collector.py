@@ -76,12 +76,17 @@ class Round:
     expected: int | None
     opened_at: float
     deadline_at: float
+    deadline_ms: int | None = None
+    """As its first member stated it."""
     closed: bool = False
     members: dict[AgentId, Member] = field(default_factory=dict)
+    excused: set[AgentId] = field(default_factory=set)
+    """Agents whose requests were refused: nobody waits for them. They may still come."""
 
     @property
     def is_full(self) -> bool:
-        return self.expected is not None and len(self.members) >= self.expected
+        here = len(self.members) + len(self.excused)
+        return self.expected is not None and here >= self.expected
 
     @property
     def is_finished(self) -> bool:
@@ -119,7 +124,9 @@ class Round:
     def record(self) -> RoundRecord:
         """What has been put out so far, in the one order."""
         outputs = [m.output for m in self.in_order() if m.output is not None]
-        return RoundRecord(sim=self.sim, round=self.number, outputs=outputs)
+        return RoundRecord(
+            sim=self.sim, round=self.number, outputs=outputs, complete=self.is_finished
+        )
 
 
 @dataclass(frozen=True)
@@ -161,12 +168,8 @@ class Session:
         Mutates: opens the round, adds the member, forgets rounds that are too old.
         """
         _check_place(membership)
-        if membership.round is None:
-            round_ = self._implicit_round(membership, now, patience_s)
-        else:
-            round_ = self.rounds.get(membership.round) or self._open(
-                membership.round, membership.n_agents, now, patience_s
-            )
+        round_ = self._round_of(membership, now, patience_s)
+        round_.excused.discard(membership.agent)
         alone = self._refuse_or_alone(round_, membership, now)
         member = Member(
             agent=membership.agent,
@@ -178,6 +181,31 @@ class Session:
         self._known_agents.add(membership.agent)
         return Admission(round_, member, alone)
 
+    def excuse(self, membership: Membership, now: float, *, patience_s: float) -> Round | None:
+        """A member's request was refused: its round, if it is named, goes on without it.
+
+        Gives that round, if it is still open. Mutates: opens the round if it is the first to come.
+        """
+        if membership.round is None or membership.n_agents is None:
+            return None  # who is expected there is not known beforehand
+        round_ = self._round_of(membership, now, patience_s)
+        if round_.closed or membership.agent in round_.members:
+            return None
+        if membership.n_agents != round_.expected:
+            return None
+        round_.excused.add(membership.agent)
+        return round_
+
+    def _round_of(self, membership: Membership, now: float, patience_s: float) -> Round:
+        if membership.round is None:
+            return self._implicit_round(membership, now, patience_s)
+        known = self.rounds.get(membership.round)
+        if known is not None:
+            return known
+        opened = self._open(membership.round, membership.n_agents, now, patience_s)
+        opened.deadline_ms = membership.deadline_ms
+        return opened
+
     def leave(self, round_: Round, member: Member) -> None:
         """A member that was still waiting is gone; its agent may join again.
 
@@ -185,7 +213,11 @@ class Session:
         """
         if member.state is MemberState.WAITING and round_.members.get(member.agent) is member:
             del round_.members[member.agent]
-            if not round_.members and self.rounds.get(round_.number) is round_:
+            if (
+                not round_.members
+                and not round_.excused
+                and self.rounds.get(round_.number) is round_
+            ):
                 del self.rounds[round_.number]
                 if self._implicit_open is round_:
                     self._implicit_open = None
@@ -194,10 +226,21 @@ class Session:
         """Why the member is served alone (None: it is not). Raises RoundConflict."""
         where = f"round {round_.number} of sim {self.sim!r}"
         if membership.n_agents is not None and membership.n_agents != round_.expected:
+            opened = (
+                "by agents that do not say how many they are"
+                if round_.expected is None
+                else f"for {round_.expected} agents"
+            )
             raise RoundConflict(
-                f"td_round.n_agents: {membership.n_agents}, but {where} "
-                f"was opened for {round_.expected} agents",
+                f"td_round.n_agents: {membership.n_agents}, but {where} was opened {opened}",
                 field="td_round.n_agents",
+            )
+        stated = (membership.deadline_ms, round_.deadline_ms)
+        if None not in stated and stated[0] != stated[1]:
+            raise RoundConflict(
+                f"td_round.deadline_ms: {membership.deadline_ms}, but {where} "
+                f"was opened with {round_.deadline_ms}",
+                field="td_round.deadline_ms",
             )
         before = round_.members.get(membership.agent)
         if before is not None and before.state is not MemberState.FAILED:

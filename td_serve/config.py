@@ -131,8 +131,9 @@ class EngineReplicaConfig(ReplicaConfig, frozen=True, kw_only=True):
 class FrontendConfig(_Config, frozen=True, kw_only=True):
     """The OpenAI side: names and parsers, under vLLM's own option names.
 
-    `served_model_name` is what clients ask for; None means the name in `model`. `cpu_threads`
-    bounds the threads of torch in processes that host no engine.
+    `served_model_name` is what clients ask for; None means the name in `model`. `max_choices` is
+    the most that `n` may ask for: they all take a slot of the decode engine. `cpu_threads` bounds
+    the threads of torch in processes that host no engine.
     """
 
     served_model_name: str | None = None
@@ -140,6 +141,7 @@ class FrontendConfig(_Config, frozen=True, kw_only=True):
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     enable_auto_tool_choice: bool = False
+    max_choices: Positive = 128
     cpu_threads: Positive = 1
 
 
@@ -199,6 +201,15 @@ class DeploymentConfig(_Config, frozen=True, kw_only=True):
                 "Expected no autoscaling of `coordinator`: sessions would move in mid-round"
             )
 
+    def narrowest_engine(self) -> EngineConfig:
+        """The deployment's engine, with the window that every role's engine has."""
+        windows = [
+            window
+            for role, path in ((self.prefill, "args.prefill"), (self.decode, "args.decode"))
+            if (window := self.engine_of(role, path).max_model_len) is not None
+        ]
+        return msgspec.structs.replace(self.engine, max_model_len=min(windows, default=None))
+
     def engine_of(self, role: EngineReplicaConfig, path: str) -> EngineConfig:
         """The engine of one role: the deployment's, with the role's own fields on top.
 
@@ -220,8 +231,13 @@ def decode(value: object, kind: type[T], *, path: str) -> T:
 
     Raises ConfigError.
     """
-    for key_path, name, known in unknown_keys(value, kind, path):
-        raise ConfigError(f"{key_path}: unknown key {name!r}, {nearest(name, known)}")
+    if unknown := unknown_keys(value, kind, path):
+        raise ConfigError(
+            "\n".join(
+                f"{key_path}: unknown key {name!r}, {nearest(name, known)}"
+                for key_path, name, known in unknown
+            )
+        )
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -92,6 +92,13 @@ class RoundCoordinator:
         finally:
             self._depart(admission)
 
+    def excuse(self, membership: Membership) -> None:
+        """A member's request was refused before it came here: its round goes on without it."""
+        session = self._session(membership.sim)
+        round_ = session.excuse(membership, self._clock(), patience_s=self._patience(membership))
+        if round_ is not None:
+            self._gather(round_)
+
     async def record(self, sim: SessionId, number: int, patience_s: float) -> RoundRecord:
         """The outputs of round `number`, once its members are done or `patience_s` has passed.
 
@@ -155,6 +162,11 @@ class RoundCoordinator:
         if admission.alone is not None:
             return admission
         self._handovers[id(member)] = asyncio.get_running_loop().create_future()
+        self._gather(round_)
+        return admission
+
+    def _gather(self, round_: Round) -> None:
+        """See that somebody conducts an open round, and knows when it is full."""
         if id(round_) not in self._full:
             self._full[id(round_)] = asyncio.Event()
             conductor = asyncio.get_running_loop().create_task(self._conduct(round_))
@@ -162,7 +174,6 @@ class RoundCoordinator:
             conductor.add_done_callback(self._conductors.discard)
         if round_.is_full:
             self._full[id(round_)].set()
-        return admission
 
     def _depart(self, admission: Admission) -> None:
         """The member's request is over, whichever way. Frees what is held for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from td_serve.errors import RequestError
@@ -29,14 +30,19 @@ Reply = JsonReply | StreamReply
 
 def error_reply(error: RequestError) -> JsonReply:
     """An error of ours in OpenAI's shape."""
+    return error_of(error.status, error.message, error.field)
+
+
+def error_of(status: HTTPStatus, message: str, field: str | None) -> JsonReply:
+    """An error in OpenAI's shape."""
     return JsonReply(
-        int(error.status),
+        int(status),
         {
             "error": {
-                "message": error.message,
-                "type": error.status.phrase.title().replace(" ", "") + "Error",
-                "param": error.field,
-                "code": int(error.status),
+                "message": message,
+                "type": status.phrase.title().replace(" ", "") + "Error",
+                "param": field,
+                "code": int(status),
             }
         },
     )

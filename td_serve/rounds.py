@@ -143,4 +143,16 @@ def decode_body(data: object, kind: type[Any], field: str | None = None) -> Any:
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
         path = ((field or "") + where.removesuffix("`")).strip(".") or None
-        raise BadRequest(f"{path}: {what}" if path else what, field=path) from None
+        got = _at(data, where.removesuffix("`"))
+        said = f"{what}, got {got!r}" if isinstance(got, str | int | float) else what
+        raise BadRequest(f"{path}: {said}" if path else said, field=path) from None
+
+
+def _at(data: Any, path: str) -> Any:
+    """The part of `data` at msgspec's path (`.agents[0].task`); None where there is none."""
+    for step in path.replace("[", ".[").strip(".").split("."):
+        if step.startswith("[") and isinstance(data, list):
+            data = data[int(step[1:-1])] if step[1:-1].isdecimal() else None
+        elif isinstance(data, dict):
+            data = data.get(step)
+    return data

@@ -281,11 +281,15 @@ class AgentOutput(_Wire, frozen=True, kw_only=True):
 
 
 class RoundRecord(_Wire, tag="round-record", frozen=True, kw_only=True):
-    """The outputs of a finished round, in the one order in which they are handed on."""
+    """The outputs of a round, in the one order in which they are handed on.
+
+    `complete` is False while members are still being waited for or served.
+    """
 
     sim: SessionId
     round: int
     outputs: list[AgentOutput]
+    complete: bool = True
 
 
 # ------------------------------------------------------------------------------------ replicas

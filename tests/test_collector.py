@@ -459,3 +459,50 @@ def test_an_empty_round_plans_nothing() -> None:
     assert plan.members == []
     assert plan.absent == 2
     assert round_.is_finished
+
+
+def test_a_round_does_not_wait_for_an_agent_whose_request_was_refused() -> None:
+    session = Session(SIM, 2)
+    place = Membership(sim=SIM, agent=AgentId("bo"), round=0, n_agents=2)
+    opened = session.excuse(place, 0.0, patience_s=10.0)
+    assert opened is not None
+    assert not opened.is_full
+    assert join(session, "ada", 0, 2).round is opened
+    assert opened.is_full
+    assert plan_round(opened, opened.close()).absent == 1
+    assert session.excuse(place, 0.0, patience_s=10.0) is None, "it is closed"
+
+
+def test_an_agent_that_comes_after_all_is_excused_no_more() -> None:
+    session = Session(SIM, 2)
+    place = Membership(sim=SIM, agent=AgentId("bo"), round=0, n_agents=2)
+    session.excuse(place, 0.0, patience_s=10.0)
+    admission = join(session, "bo", 0, 2)
+    assert admission.alone is None
+    assert not admission.round.is_full
+    assert session.excuse(place, 0.0, patience_s=10.0) is None, "it is there"
+    assert session.excuse(Membership(sim=SIM, agent=AgentId("x")), 0.0, patience_s=1.0) is None
+
+
+def test_members_may_not_contradict_each_other_about_the_deadline() -> None:
+    session = Session(SIM, 2)
+
+    def join_with(agent: str, deadline_ms: int | None) -> Admission:
+        request = make_request(agent, number=0, n_agents=4)
+        place = Membership(
+            sim=SIM, agent=AgentId(agent), round=0, n_agents=4, deadline_ms=deadline_ms
+        )
+        return session.join(place, request, 0.0, patience_s=1.0)
+
+    join_with("ada", 500)
+    join_with("bo", 500)
+    join_with("cyd", None)
+    with pytest.raises(RoundConflict, match=r"deadline_ms: 1, but round 0 .* opened with 500"):
+        join_with("dov", 1)
+
+
+def test_a_member_that_counts_agents_meets_those_that_do_not() -> None:
+    session = Session(SIM, 2)
+    join(session, "ada", None)
+    with pytest.raises(RoundConflict, match="opened by agents that do not say how many they are"):
+        join(session, "bo", 0, 2)

@@ -249,6 +249,16 @@ async def test_a_straggler_is_served_alone_and_recorded_in_its_place(rig: Rig) -
 # ------------------------------------------------------------------------------------ conflicts
 
 
+async def test_a_refused_request_holds_nobody_up(rig: Rig) -> None:
+    """It is the first to come, and none of the others waits for it."""
+    first, *others = trio()
+    assert first.membership is not None
+    rig.coordinator.excuse(first.membership)
+    assert await rig.play_all(*others) == [answer(request) for request in others]
+    assert rig.members() == [["ada", "bo"]]
+    await rig.end()
+
+
 async def test_contradictions_are_refused_and_harm_nobody(rig: Rig) -> None:
     first, second, third = trio()
     tasks = [rig.start(first)]

@@ -41,6 +41,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from td_serve.config import ConversationConfig, EngineConfig, NixlConfig
 from td_serve.engine.codec import decode_sampling, to_delta
 from td_serve.engine.connector import LEASE_TTL, LEASES_AT, PROGRESS_DELAY, STARTED_BY
+from td_serve.engine.grammar import grammar_fault
 from td_serve.engine.leasing import (
     LEASE,
     Granted,
@@ -520,6 +521,13 @@ class EngineHost:
         self._kept[request.conversation] = handle
         return handle
 
+    async def _refuse_grammar(self, params: SamplingParams) -> None:
+        """Raises BadRequest when it was the request's grammar that the engine could not take."""
+        tokenizer = self._llm.get_tokenizer()
+        fault = await asyncio.to_thread(grammar_fault, self._llm.vllm_config, tokenizer, params)
+        if fault is not None:
+            raise BadRequest(f"structured_outputs: {fault}", field="structured_outputs")
+
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         async def run() -> None:
             # Whom it cannot reach has died, and forgets by itself.
@@ -568,6 +576,7 @@ class EngineHost:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     if any(choice.finish_reason == "error" for choice in output.outputs):
+                        await self._refuse_grammar(params)
                         raise Unavailable(
                             f"request {request.request_id}: {self.replica} could not load its KV"
                         )

@@ -28,7 +28,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from td_serve.config import EngineConfig, FrontendConfig
 from td_serve.engine.remote import ORIGIN_ARG, RemoteEngine, Serve
 from td_serve.engine.versions import check_vllm
-from td_serve.errors import BadRequest, RequestError
+from td_serve.errors import BadRequest, RequestError, TooLarge
 from td_serve.replies import JsonReply, Reply, StreamReply, error_reply
 from td_serve.types import Origin
 
@@ -44,13 +44,16 @@ _OF_THE_MODEL = (
     "hf_overrides",
 )
 """Engine arguments that say how the model's files are read, here as in the engines."""
+_CHARACTERS_A_TOKEN = 64
+"""More than any tokenizer needs for ordinary text."""
 _ERROR_EVENT = 'data: {"error"'
 
 
 class OpenAIFrontend:
     """Chat and text completions for one model. Make it with `start`."""
 
-    def __init__(self, state: State, engine: RemoteEngine) -> None:
+    def __init__(self, state: State, engine: RemoteEngine, max_choices: int) -> None:
+        self._max_choices = max_choices
         self._chat = state.openai_serving_chat
         self._completion = state.openai_serving_completion
         self._models = state.openai_serving_models
@@ -89,7 +92,7 @@ class OpenAIFrontend:
         remote = RemoteEngine(config, serve)
         state = State()
         await init_app_state(remote, state, args, supported_tasks=("generate",))
-        return cls(state, remote)
+        return cls(state, remote, frontend.max_choices)
 
     async def chat(self, body: dict[str, Any], origin: Origin) -> Reply:
         """`POST /v1/chat/completions`."""
@@ -114,6 +117,7 @@ class OpenAIFrontend:
     async def _answer(self, kind: Any, create: Any, body: dict[str, Any], origin: Origin) -> Reply:
         try:
             request = _decode(kind, body, origin)
+            _check_size(request, body, self._max_choices, self._engine.model_config.max_model_len)
             answer = await create(request, None)
         except RequestError as error:
             return error_reply(error)
@@ -151,6 +155,33 @@ def _decode(kind: Any, body: dict[str, Any], origin: Origin) -> Any:
             ORIGIN_ARG: msgspec.json.encode(origin).decode(),
         }
     return request
+
+
+def _check_size(request: Any, body: dict[str, Any], max_choices: int, window: int) -> None:
+    """Refuse what would keep everybody else waiting. Raises BadRequest, TooLarge."""
+    if (request.n or 1) > max_choices:
+        raise BadRequest(f"n: {request.n}, expected at most {max_choices}", field="n")
+    if request.truncate_prompt_tokens is None:
+        return  # vLLM refuses by length before it tokenises
+    most = window * _CHARACTERS_A_TOKEN
+    characters = _characters(body.get("prompt")) + _characters(body.get("messages"))
+    if characters > most:
+        raise TooLarge(
+            f"truncate_prompt_tokens: the prompt has {characters} characters before it is cut, "
+            f"expected at most {most}",
+            field="truncate_prompt_tokens",
+        )
+
+
+def _characters(text: object) -> int:
+    """How much text there is in a prompt or in messages, at any depth."""
+    if isinstance(text, str):
+        return len(text)
+    if isinstance(text, Mapping):
+        return sum(map(_characters, text.values()))
+    if isinstance(text, list):
+        return sum(map(_characters, text))
+    return 0
 
 
 def _check_one_prompt(prompt: object) -> None:

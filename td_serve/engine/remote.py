@@ -85,6 +85,13 @@ class RemoteEngine(EngineClient):
             raise BadRequest("only text prompts are served (no embeddings)", field="prompt")
         if isinstance(prompt, Mapping) and prompt.get("mm_placeholders"):
             raise BadRequest("only text prompts are served (no images or audio)", field="messages")
+        vocabulary = self.model_config.get_vocab_size()
+        if not parts.token_ids:
+            raise BadRequest("prompt: empty, expected at least one token", field="prompt")
+        if (highest := max(parts.token_ids)) >= vocabulary:
+            raise BadRequest(
+                f"prompt: token {highest}, expected less than {vocabulary}", field="prompt"
+            )
         params = sampling_params.clone()
         # What an engine would refuse is refused here, before anything is prefilled for it.
         params.verify(

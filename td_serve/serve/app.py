@@ -51,6 +51,7 @@ from td_serve.types import (
     GenerateRequest,
     Handle,
     LeaseId,
+    Membership,
     ReplicaState,
     RoundRecord,
     SessionId,
@@ -238,6 +239,9 @@ class RoundCoordinator:
     async def forget(self, sim: SessionId) -> bool:
         return self._coordinator.forget(sim)
 
+    async def excuse(self, packed: bytes) -> None:
+        self._coordinator.excuse(unpack(packed, Membership))
+
 
 class _RemoteCoordinator:
     """The coordinators behind one handle."""
@@ -256,6 +260,9 @@ class _RemoteCoordinator:
 
     async def forget(self, sim: SessionId) -> bool:
         return bool(await ask(self._handle.options(session_id=sim).forget, sim))
+
+    async def excuse(self, membership: Membership) -> None:
+        await ask(self._handle.options(session_id=membership.sim).excuse, pack(membership))
 
 
 class Ingress:
@@ -281,7 +288,7 @@ class Ingress:
         )
         self._frontend = await OpenAIFrontend.start(
             resolve(config.model),
-            config.engine,
+            config.narrowest_engine(),
             config.frontend,
             config.frontend.served_model_name or config.model,
             self._serve,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from http import HTTPStatus
@@ -23,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from td_serve import rounds
 from td_serve.conversations import conversation_of, key
@@ -34,7 +36,7 @@ from td_serve.errors import (
     TooLarge,
     Unavailable,
 )
-from td_serve.replies import JsonReply, Reply, StreamReply, error_reply
+from td_serve.replies import JsonReply, Reply, StreamReply, error_of, error_reply
 from td_serve.rounds import RoundField, RoundRequest, decode_body
 from td_serve.types import (
     AgentId,
@@ -74,6 +76,8 @@ class Rounds(Protocol):
 
     async def forget(self, sim: SessionId) -> bool: ...
 
+    async def excuse(self, membership: Membership) -> None: ...
+
 
 class Directory(Protocol):
     async def replicas(self) -> list[ReplicaState]: ...
@@ -97,6 +101,15 @@ def make_http_app(
     """The ASGI application over the ingress's parts."""
     app = FastAPI(title="td_serve", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+    async def asked(answer: Answer, body: dict[str, Any], origin: Origin) -> Reply:
+        """The answer; a member whose request is refused is no longer waited for by its round."""
+        reply = await answer(body, origin)
+        if origin.membership is not None and _is_refusal(reply):
+            with contextlib.suppress(RequestError):
+                await coordinator.excuse(origin.membership)
+        return reply
 
     async def plain(request: Request, answer: Answer) -> Response:
         body = await _body(request)
@@ -105,7 +118,7 @@ def make_http_app(
         if field is not None:
             membership = decode_body(field, RoundField, "td_round").membership()
         origin = Origin(membership=membership, conversation=_conversation(request, body))
-        return await _send(request, answer(body, origin))
+        return await _send(request, asked(answer, body, origin))
 
     async def implied(request: Request, answer: Answer) -> Response:
         body = await _body(request)
@@ -115,7 +128,7 @@ def make_http_app(
             sim=SessionId(request.path_params["sim"]), agent=AgentId(request.path_params["agent"])
         )
         origin = Origin(membership=membership, conversation=_conversation(request, body))
-        return await _send(request, answer(body, origin))
+        return await _send(request, asked(answer, body, origin))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -125,16 +138,16 @@ def make_http_app(
     async def completions(request: Request) -> Response:
         return await plain(request, frontend.complete)
 
-    @app.post("/sim/{sim}/agent/{agent}/v1/chat/completions")
+    @app.post("/sim/{sim:path}/agent/{agent:path}/v1/chat/completions")
     async def member_chat(request: Request) -> Response:
         return await implied(request, frontend.chat)
 
-    @app.post("/sim/{sim}/agent/{agent}/v1/completions")
+    @app.post("/sim/{sim:path}/agent/{agent:path}/v1/completions")
     async def member_completions(request: Request) -> Response:
         return await implied(request, frontend.complete)
 
     @app.get("/v1/models")
-    @app.get("/sim/{sim}/agent/{agent}/v1/models")
+    @app.get("/sim/{sim:path}/agent/{agent:path}/v1/models")
     async def models() -> Response:
         return _json(await frontend.models())
 
@@ -142,9 +155,10 @@ def make_http_app(
     async def play(request: Request) -> Response:
         round_ = decode_body(await _body(request), RoundRequest)
         rounds.check(round_)
-        return await _send(request, _play_round(round_, frontend, coordinator))
+        answer: Answer = functools.partial(asked, frontend.chat)
+        return await _send(request, _play_round(round_, answer, coordinator))
 
-    @app.get("/v1/rounds/{sim}/{number}")
+    @app.get("/v1/rounds/{sim:path}/{number}")
     async def record(sim: str, number: str) -> Response:
         if not (number.isascii() and number.isdecimal() and len(number) < 20):
             raise BadRequest(f"round: {number!r}, expected an integer", field="round")
@@ -154,7 +168,7 @@ def make_http_app(
             raise NotFound(error.message, field="round") from error
         return JSONResponse(msgspec.to_builtins(kept))
 
-    @app.delete("/v1/rounds/{sim}")
+    @app.delete("/v1/rounds/{sim:path}")
     async def forget(sim: str) -> Response:
         return JSONResponse({"sim": sim, "deleted": await coordinator.forget(SessionId(sim))})
 
@@ -191,10 +205,20 @@ def _conversation(request: Request, body: dict[str, Any]) -> ConversationKey | N
     return None if named is None or switch is False else key(TENANT, named)
 
 
-async def _play_round(round_: RoundRequest, frontend: Frontend, coordinator: Rounds) -> Reply:
+def _is_refusal(reply: Reply) -> bool:
+    """The request itself was at fault; a conflict is with a member that is there."""
+    return (
+        isinstance(reply, JsonReply)
+        and HTTPStatus.BAD_REQUEST <= reply.status < HTTPStatus.INTERNAL_SERVER_ERROR
+        and reply.status != HTTPStatus.CONFLICT
+    )
+
+
+async def _play_round(round_: RoundRequest, chat: Answer, coordinator: Rounds) -> Reply:
     """Every agent's completion, and the round's sums; streamed as agents finish, if wanted."""
-    shared = await _shared(round_, coordinator)
+    shared, complete = await _shared(round_, coordinator)
     rounds.check_filled(round_, shared)
+    sums = functools.partial(_round_sums, round_, shared, complete)
 
     async def one(position: int) -> dict[str, Any]:
         # Composed here and not for all at once: the shared text goes into every prompt.
@@ -203,7 +227,7 @@ async def _play_round(round_: RoundRequest, frontend: Frontend, coordinator: Rou
             "model": round_.model,
             "messages": rounds.messages(round_, round_.agents[position], shared),
         }
-        reply = await frontend.chat(body, Origin(membership=rounds.membership(round_, position)))
+        reply = await chat(body, Origin(membership=rounds.membership(round_, position)))
         assert isinstance(reply, JsonReply), "a request without `stream` got a stream"
         key = "response" if reply.status < 400 else "error"
         body = reply.body if key == "response" else reply.body["error"]
@@ -211,26 +235,35 @@ async def _play_round(round_: RoundRequest, frontend: Frontend, coordinator: Rou
 
     results = _as_finished([one(position) for position in range(len(round_.agents))])
     if round_.stream:
-        return StreamReply(_round_events(round_, shared, results))
+        return StreamReply(_round_events(sums, results))
     async with contextlib.aclosing(results):
         parts = [result async for result in results]
-    return JsonReply(200, {**_round_sums(round_, shared, parts), "results": parts})
+    return JsonReply(_status(parts), {**sums(parts), "results": parts})
 
 
-async def _shared(round_: RoundRequest, coordinator: Rounds) -> list[AgentOutput]:
-    """The last round's outputs: as handed in, else as recorded. Round 0 has none."""
+def _status(parts: list[dict[str, Any]]) -> int:
+    """200, unless every member failed, and all for the same kind of reason."""
+    statuses = {part["error"]["code"] if "error" in part else HTTPStatus.OK for part in parts}
+    return int(statuses.pop()) if len(statuses) == 1 else int(HTTPStatus.OK)
+
+
+async def _shared(round_: RoundRequest, coordinator: Rounds) -> tuple[list[AgentOutput], bool]:
+    """The last round's outputs: as handed in, else as recorded; and whether those are all.
+
+    Round 0 has none.
+    """
     if round_.shared is not None:
-        return [AgentOutput(agent=AgentId(one.agent), text=one.text) for one in round_.shared]
+        given = [AgentOutput(agent=AgentId(one.agent), text=one.text) for one in round_.shared]
+        return given, True
     if round_.round == 0:
-        return []
+        return [], True
     patience = RECORD_PATIENCE_S if round_.deadline_ms is None else round_.deadline_ms / 1000
     record = await coordinator.record(SessionId(round_.sim), round_.round - 1, patience)
-    return record.outputs
+    return record.outputs, record.complete
 
 
 async def _round_events(
-    round_: RoundRequest,
-    shared: list[AgentOutput],
+    sums: Callable[[list[dict[str, Any]]], dict[str, Any]],
     results: AsyncGenerator[dict[str, Any], None],
 ) -> AsyncGenerator[str, None]:
     parts = []
@@ -238,12 +271,15 @@ async def _round_events(
         async for result in results:
             parts.append(result)
             yield _event(result)
-    yield _event(_round_sums(round_, shared, parts))
+    yield _event(sums(parts))
     yield "data: [DONE]\n\n"
 
 
 def _round_sums(
-    round_: RoundRequest, shared: list[AgentOutput], results: list[dict[str, Any]]
+    round_: RoundRequest,
+    shared: list[AgentOutput],
+    complete: bool,
+    results: list[dict[str, Any]],
 ) -> dict[str, Any]:
     usages = [result["response"]["usage"] for result in results if "response" in result]
     return {
@@ -253,6 +289,7 @@ def _round_sums(
         "agents": len(results),
         "failed": len(results) - len(usages),
         "shared": [output.agent for output in shared if output.text],
+        "shared_complete": complete,
         "usage": {
             "prompt_tokens": sum(usage["prompt_tokens"] for usage in usages),
             "completion_tokens": sum(usage["completion_tokens"] for usage in usages),
@@ -335,3 +372,11 @@ def _event(data: dict[str, Any]) -> str:
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     return _json(error_reply(error))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """No such path, or not by this method: in OpenAI's shape too."""
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    reply = error_of(status, f"{request.method} {request.url.path}: {status.phrase.lower()}", None)
+    return JSONResponse(reply.body, status_code=reply.status, headers=error.headers)

@@ -97,6 +97,7 @@ class FakeRounds:
 
     def __init__(self) -> None:
         self.records: dict[tuple[str, int], RoundRecord] = {}
+        self.excused: list[tuple[str, str]] = []
         self.patience: list[float] = []
 
     async def record(self, sim: SessionId, number: int, patience_s: float) -> RoundRecord:
@@ -104,6 +105,9 @@ class FakeRounds:
         if (sim, number) not in self.records:
             raise RoundConflict(f"round: {number} of {sim!r} is not on record", field="round")
         return self.records[sim, number]
+
+    async def excuse(self, membership: Membership) -> None:
+        self.excused.append((membership.sim, membership.agent))
 
     async def forget(self, sim: SessionId) -> bool:
         gone = [place for place in self.records if place[0] == sim]
@@ -386,6 +390,7 @@ ROUND: dict[str, Any] = {
     "completion": {"max_tokens": 2},
 }
 SUMS = {
+    "shared_complete": True,
     "object": "round",
     "sim": "village",
     "round": 1,
@@ -561,6 +566,7 @@ async def test_outputs_on_record_can_be_read_and_forgotten(rig: Rig) -> None:
         "sim": "my village",
         "round": 2,
         "outputs": [{"agent": "ada", "text": "é", "token_ids": [7]}],
+        "complete": True,
     }
     assert rig.rounds.patience == [0.0], "who asks for the record does not wait"
     for deleted in (True, False):
@@ -752,3 +758,72 @@ async def test_a_conversation_can_be_deleted_whatever_its_name(rig: Rig) -> None
     for deleted in (True, False):
         answer = await rig.client.delete("/v1/conversations/a%2Fb%20c")
         assert answer.json() == {"conversation": "a/b c", "deleted": deleted}
+
+
+# ---------------------------------------------------------------- members that are refused
+
+
+@pytest.mark.parametrize(
+    ("error", "excused"),
+    [
+        (BadRequest("max_tokens: -1"), True),
+        (RoundConflict("twice"), False),
+        (Unavailable("no replica"), False),
+        (EngineFailure("broke off"), False),
+    ],
+)
+async def test_a_round_goes_on_without_a_member_whose_request_is_refused(
+    rig: Rig, error: RequestError, excused: bool
+) -> None:
+    rig.frontend.errors["ada"] = error
+    place = {"sim": "village", "round": 0, "agent": "ada", "n_agents": 2}
+    for path, body in (
+        (CHAT, {"messages": MESSAGES, "td_round": place}),
+        (f"{IMPLIED}{TEXT}", {"prompt": "Hm"}),
+        ("/v1/rounds", {**ROUND, "stream": False}),
+    ):
+        await rig.client.post(path, json=body)
+    assert rig.rounds.excused == [("village", "ada")] * (3 if excused else 0)
+
+
+async def test_a_round_whose_members_all_fail_alike_fails_as_one(rig: Rig) -> None:
+    for agent in ("ada", "bo"):
+        rig.frontend.errors[agent] = RoundConflict("has already been served")
+    answer = await rig.client.post("/v1/rounds", json={**ROUND, "stream": False})
+    assert answer.status_code == 409
+    assert [part["error"]["code"] for part in answer.json()["results"]] == [409, 409]
+    rig.frontend.errors["bo"] = BadRequest("max_tokens: -1")
+    answer = await rig.client.post("/v1/rounds", json={**ROUND, "stream": False})
+    assert answer.status_code == 200
+
+
+async def test_a_round_says_when_the_last_one_was_not_over(rig: Rig) -> None:
+    rig.rounds.records["village", 1] = RoundRecord(
+        sim=SessionId("village"), round=1, outputs=[], complete=False
+    )
+    body = {**ROUND, "round": 2, "stream": False, "preamble": "It rains.", "shared": None}
+    answer = await rig.client.post("/v1/rounds", json=body)
+    assert answer.json()["shared_complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("PUT", CHAT, 405), ("DELETE", "/health", 405)],
+)
+async def test_paths_and_methods_that_are_not_there_have_openais_shape_too(
+    rig: Rig, method: str, path: str, status: int
+) -> None:
+    answer = await rig.client.request(method, path)
+    assert answer.status_code == status
+    assert f"{method} {path}" in check_error(answer)["message"]
+
+
+async def test_a_simulations_name_may_hold_a_slash(rig: Rig) -> None:
+    rig.rounds.records["a/b", 0] = RoundRecord(sim=SessionId("a/b"), round=0, outputs=[])
+    assert (await rig.client.get("/v1/rounds/a%2Fb/0")).status_code == 200
+    assert (await rig.client.delete("/v1/rounds/a%2Fb")).json()["deleted"]
+    path = f"/sim/a%2Fb/agent/c%2Fd{CHAT}"
+    assert (await rig.client.post(path, json={"messages": MESSAGES})).status_code == 200
+    membership = rig.frontend.asked[-1][2]
+    assert membership is not None
+    assert (membership.sim, membership.agent) == ("a/b", "c/d")
