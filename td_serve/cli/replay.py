@@ -191,6 +191,10 @@ class _Watch:
 
     def on_round(self, result: "RoundResult") -> None:
         self._rounds.append(result)
+        if self._progress.disable and self._setup is not None:
+            # In a log there is no bar, and a replay may take minutes.
+            total = len(self._setup.rounds)
+            self._say(f"{self._name}: {len(self._rounds)} of {total} rounds")
 
     def interrupted(self) -> "ReplayResult | None":
         """What had been measured when the replay was interrupted; None before it began."""

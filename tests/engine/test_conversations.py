@@ -26,7 +26,7 @@ from td_serve.conversations import key
 from td_serve.dispatch import Dispatcher
 from td_serve.engine.codec import encode_sampling
 from td_serve.engine.local import LocalEngines
-from td_serve.handles import common_tokens
+from td_serve.handles import Keeper, common_tokens
 from td_serve.metrics import silent_metrics
 from td_serve.types import (
     ConversationKey,
@@ -306,3 +306,101 @@ async def test_leases_go_before_a_live_request_is_preempted_or_waits(rig: Rig) -
         longer = prompt + some_tokens(10, 30)
         answer, _ = await rig.turn(longer, conversation)
         assert answer == rig.wanted(longer)
+
+
+async def test_thirty_conversations_of_many_turns_in_a_pool_too_small_for_them(rig: Rig) -> None:
+    """At once, with cancels among them: nobody gets another's tokens, and nothing is left."""
+    turns, number = 4, 30
+
+    async def converse(seed: int) -> None:
+        conversation, prompt = new_conversation(), some_tokens(70, 100 + seed)
+        for turn in range(turns):
+            if (seed + turn) % 7 == 0:
+                await gone(rig, prompt, conversation)
+            answer, _ = await rig.turn(prompt, conversation, max_tokens=4)
+            answers.append((prompt, answer))
+            prompt = prompt + answer + some_tokens(9, turn)
+
+    answers: list[tuple[list[int], list[int]]] = []
+    async with asyncio.TaskGroup() as group:
+        for seed in range(number):
+            group.create_task(converse(seed))
+    assert len(answers) == turns * number
+    for prompt, answer in answers[:: len(answers) // 12]:
+        assert answer == rig.wanted(prompt, max_tokens=4)
+
+
+async def gone(rig: Rig, prompt: list[int], conversation: ConversationKey) -> None:
+    """A client that leaves while its prefill reads."""
+    request = make_request(prompt, conversation)
+    task = asyncio.create_task(rig.engines.prefill(request))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await rig.engines.release(await task)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01, 0.05])
+async def test_a_client_that_leaves_in_mid_read_leaves_nothing_behind(
+    rig: Rig, after_s: float
+) -> None:
+    conversation, prompt = new_conversation(), some_tokens(400, 50)
+    answer, _ = await rig.turn(prompt, conversation)
+    prompt = prompt + answer + some_tokens(20, 51)
+    task = asyncio.create_task(rig.engines.prefill(make_request(prompt, conversation)))
+    await asyncio.sleep(after_s)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await rig.engines.release(await task)
+    answer, handover = await rig.turn(prompt, conversation)
+    assert answer == rig.wanted(prompt)
+    assert handover.read is not None, "a read that failed has used nothing up"
+
+
+class Impatient:
+    """A keeper that grants every hold, at the engine's or not, and says so late."""
+
+    def __init__(self, keeper: Keeper, after_s: float) -> None:
+        self._keeper = keeper
+        self._after_s = after_s
+
+    async def hold(self, handle: Handle, reader: RequestId, for_s: float) -> bool:
+        held = await self._keeper.hold(handle, reader, for_s)
+        await asyncio.sleep(self._after_s)
+        return held
+
+    async def let_go(self, handle: Handle, reader: RequestId) -> None:
+        await self._keeper.let_go(handle, reader)
+
+
+async def test_a_hold_that_is_over_before_the_read_begins_is_not_read(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation, prompt = new_conversation(), some_tokens(150, 52)
+    answer, _ = await rig.turn(prompt, conversation)
+    monkeypatch.setattr(rig.prefill, "_keeper", Impatient(rig.decode, 0.3))
+    hurried = msgspec.structs.replace(rig.prefill._conversations, read_patience_s=0.2)
+    monkeypatch.setattr(rig.prefill, "_conversations", hurried)
+    prompt = prompt + answer + some_tokens(20, 53)
+    answer, handover = await rig.turn(prompt, conversation)
+    assert answer == rig.wanted(prompt)
+    assert (handover.read, handover.cached_tokens) == (None, 0)
+
+
+async def test_a_read_that_was_not_over_in_time_is_thrown_away(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first step alone takes longer than the hold has left; the tokens are computed then."""
+    conversation, prompt = new_conversation(), some_tokens(900, 54)
+    answer, _ = await rig.turn(prompt, conversation)
+    prompt = prompt + answer + some_tokens(20, 55)
+    # Other work keeps the engine's steps long: the read is seen to be over only after one.
+    busy = asyncio.create_task(rig.engines.prefill(make_request(some_tokens(1200, 56), None)))
+    await asyncio.sleep(0.5)
+    hurried = msgspec.structs.replace(rig.prefill._conversations, read_patience_s=0.25)
+    monkeypatch.setattr(rig.prefill, "_conversations", hurried)
+    answer, handover = await rig.turn(prompt, conversation)
+    await rig.engines.release(await busy)
+    assert answer == rig.wanted(prompt)
+    assert handover.read is None or handover.read.failed
+    assert handover.cached_tokens == 0
