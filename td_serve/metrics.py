@@ -63,6 +63,16 @@ class Metrics:
             "td_request_retries_total",
             "Requests started anew: an engine failed, or none took them in time.",
         )
+        self.reads = meter.counter(
+            "td_kv_reads_total", "Turns whose KV was read back from a decode engine."
+        )
+        self.reads_failed = meter.counter(
+            "td_kv_reads_failed_total",
+            "Reads that were computed instead: not over in time, or their engine died.",
+        )
+        self.tokens_read = meter.counter("td_kv_read_tokens_total", "Tokens read back.")
+        self.bytes_read = meter.counter("td_kv_read_bytes_total", "Bytes read back.")
+        self.leases = meter.gauge("td_kv_lease_active", "Turns kept for a next one here.")
         self.directory_epoch = meter.gauge(
             "td_directory_epoch", "Birth number of the directory this replica is registered with."
         )

@@ -298,7 +298,8 @@ class RoundRecord(_Wire, tag="round-record", frozen=True, kw_only=True):
 class ReplicaState(_Wire, tag="replica-state", frozen=True, kw_only=True):
     """What a replica tells the directory: who it is, its birth, what its engine holds right now.
 
-    `kv_usage` is the used share of the engine's KV pool, 0 to 1, blocks pinned for others included.
+    `kv_usage` is the used share of the engine's KV pool, 0 to 1, blocks pinned for others and kept
+    for next turns included; `leases` are the turns kept.
     """
 
     replica: ReplicaId
@@ -310,6 +311,7 @@ class ReplicaState(_Wire, tag="replica-state", frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
+    leases: int = 0
 
 
 Message = (

@@ -425,6 +425,7 @@ class EngineHost:
             running=self._gauges.running,
             waiting=self._gauges.waiting,
             kv_usage=self._gauges.kv_usage,
+            leases=len(self._kept),
         )
 
     async def check_health(self) -> None:

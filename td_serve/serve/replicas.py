@@ -24,6 +24,7 @@ from td_serve.types import (
     Handover,
     LeaseId,
     MemberHandover,
+    Read,
     ReplicaState,
     RequestId,
     RoundPrefill,
@@ -103,7 +104,9 @@ class EngineReplica:
     async def prefill(self, packed: bytes, handle: bytes | None = None) -> bytes:
         known = None if handle is None else unpack(handle, Handle)
         async with self._watching():
-            return pack(await self._host.prefill(unpack(packed, GenerateRequest), known))
+            handover = await self._host.prefill(unpack(packed, GenerateRequest), known)
+        self._count(handover.read)
+        return pack(handover)
 
     async def prefill_round(self, packed: bytes) -> AsyncGenerator[bytes, None]:
         parts = self._host.prefill_round(unpack(packed, RoundPrefill))
@@ -198,10 +201,21 @@ class EngineReplica:
             log.warning("the directory does not answer: %s", error.message)
             self._epoch = None
 
+    def _count(self, read: Read | None) -> None:
+        if read is None:
+            return
+        if read.failed:
+            self._metrics.reads_failed.inc()
+            return
+        self._metrics.reads.inc()
+        self._metrics.tokens_read.inc(read.tokens)
+        self._metrics.bytes_read.inc(read.bytes)
+
     async def _drop_ended(self) -> None:
         """Forget the leases that have ended, here and in the directory."""
         before = list(self._kept.values())
         live = await self._host.live_leases()
+        self._metrics.leases.set(float(len(live)))
         if ended := [handle for handle in before if handle.lease not in live]:
             await self._directory.drop(ended)
             for handle in ended:
