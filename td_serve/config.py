@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -76,13 +76,14 @@ class ConversationConfig(_Config, frozen=True, kw_only=True):
 
     With `bidirectional_kv_xfer` a decode engine keeps a finished turn's blocks for
     `decoder_kv_blocks_ttl` seconds from the last use on, and a prefill engine reads them back,
-    unless it would read fewer than `kv_recompute_threshold` tokens: those it computes. A read must
-    be over within `read_patience_s` of asking for it, or the tokens are computed after all.
+    unless it would read fewer than `kv_recompute_threshold` tokens: those it computes. `auto` works
+    the threshold out from prefill's measured rate, the transfer's, and what asking takes. A read
+    must be over within `read_patience_s` of asking for it, or the tokens are computed after all.
     """
 
     bidirectional_kv_xfer: bool = True
     decoder_kv_blocks_ttl: Seconds = 480.0
-    kv_recompute_threshold: NonNegative = 64
+    kv_recompute_threshold: NonNegative | Literal["auto"] = 64
     read_patience_s: Seconds = 30.0
 
 
@@ -209,6 +210,24 @@ class DeploymentConfig(_Config, frozen=True, kw_only=True):
             if (window := self.engine_of(role, path).max_model_len) is not None
         ]
         return msgspec.structs.replace(self.engine, max_model_len=min(windows, default=None))
+
+    def check_engines(self, path: str) -> None:
+        """Both roles' engines are right, and can read each other's KV if they shall.
+
+        `path` is the place of this in the file. Raises ConfigError.
+        """
+        prefill = self.engine_of(self.prefill, f"{path}.prefill")
+        decode = self.engine_of(self.decode, f"{path}.decode")
+        if not self.conversations.bidirectional_kv_xfer:
+            return
+        for name in ("tensor_parallel_size", "block_size", "dtype"):
+            ours, theirs = getattr(prefill, name), getattr(decode, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"{path}.decode.engine.{name}: {theirs!r}, but prefill's is {ours!r}; expected "
+                    "the same: prefill reads decode's KV as it is (unless "
+                    f"{path}.conversations.bidirectional_kv_xfer is false)"
+                )
 
     def engine_of(self, role: EngineReplicaConfig, path: str) -> EngineConfig:
         """The engine of one role: the deployment's, with the role's own fields on top.

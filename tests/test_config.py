@@ -331,3 +331,27 @@ def test_scaling_between_bounds_that_cross_is_refused() -> None:
 def test_what_would_break_a_deployment_is_refused(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         decode({"model": "m", **change}, DeploymentConfig, path="args")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("tensor_parallel_size", (2, 1)), ("block_size", (32, 64)), ("dtype", ("float32", "auto"))],
+)
+def test_engines_that_read_each_other_are_alike(name: str, values: tuple[object, object]) -> None:
+    args = {
+        "model": "m",
+        "engine": {name: values[0]},
+        "decode": {"engine": {name: values[1]}},
+    }
+    expected = rf"args\.decode\.engine\.{name}: {values[1]!r}, but prefill's is {values[0]!r}"
+    with pytest.raises(ConfigError, match=expected):
+        decode(args, DeploymentConfig, path="args").check_engines("args")
+    one_way = {**args, "conversations": {"bidirectional_kv_xfer": False}}
+    decode(one_way, DeploymentConfig, path="args").check_engines("args")
+
+
+@pytest.mark.parametrize("wrong", [-1, "often", 1.5])
+def test_a_threshold_is_a_number_or_auto(wrong: object) -> None:
+    args = {"model": "m", "conversations": {"kv_recompute_threshold": wrong}}
+    with pytest.raises(ConfigError, match=r"args\.conversations\.kv_recompute_threshold"):
+        decode(args, DeploymentConfig, path="args")

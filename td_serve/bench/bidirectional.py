@@ -240,8 +240,10 @@ class _Bench:
         salt = uuid.uuid4().hex  # the other way's blocks are no help in any cache
         before = await self._turn(self._request(first, salt, conversation))
         if self._scenario is Scenario.EVICTED:
-            other = self._tokens(self._pool_tokens - _ROOM_TOKENS)
-            await self._turn(self._request(other, uuid.uuid4().hex, None, max_tokens=1))
+            # Twice: the blocks at a prompt's beginning are evicted last.
+            for _ in range(2):
+                other = self._tokens(self._pool_tokens - _ROOM_TOKENS - 1)
+                await self._turn(self._request(other, uuid.uuid4().hex, None, max_tokens=1))
         return await self._turn(self._request([*first, *before.reply, *new], salt, conversation))
 
     async def _turn(self, request: GenerateRequest) -> Sample:

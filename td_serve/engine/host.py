@@ -38,6 +38,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from td_serve.breakeven import BreakEven
 from td_serve.config import ConversationConfig, EngineConfig, NixlConfig
 from td_serve.engine.codec import decode_sampling, to_delta
 from td_serve.engine.connector import LEASE_TTL, LEASES_AT, PROGRESS_DELAY, STARTED_BY
@@ -49,7 +50,7 @@ from td_serve.engine.leasing import (
     LeaseCounts,
     LeaseOrder,
 )
-from td_serve.engine.reads import DEADLINE, READ
+from td_serve.engine.reads import DEADLINE, LEAST, READ
 from td_serve.engine.versions import check_vllm
 from td_serve.errors import BadRequest, ConfigError, EngineFailure, RequestError, Unavailable
 from td_serve.handles import Keeper, common_tokens, digests, same, shorten
@@ -75,6 +76,9 @@ from td_serve.types import (
 log = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode"]
+
+_THRESHOLD_BEFORE = 64
+"""Of `kv_recompute_threshold: auto`, until enough has been measured."""
 
 _NOTHING_HANDED_OVER: dict[str, Any] = {
     "do_remote_decode": True,
@@ -150,6 +154,7 @@ class EngineHost:
         self._conversations = conversations
         self._leases = leases
         self._keeper = keeper
+        self._break_even = BreakEven(_THRESHOLD_BEFORE)
         self._kept: dict[ConversationKey, Handle] = {}
         """What this engine keeps, as it said so itself; some of it may have ended."""
         self._background: set[asyncio.Task[None]] = set()
@@ -245,20 +250,27 @@ class EngineHost:
             extra_args={"kv_transfer_params": {**_NOTHING_HANDED_OVER, **source}},
         )
         last: RequestOutput | None = None
+        began = time.monotonic()
         async for output in self._generate(request, params):
             last = output
+        took = time.monotonic() - began
         if last is None or last.kv_transfer_params is None:
             raise EngineFailure(f"request {request.request_id}: prefill left no KV to hand over")
         kv = dict(last.kv_transfer_params)
-        read = kv.pop(READ, None)
+        read = msgspec.convert(kv.pop(READ, None), Read | None)
+        cached = last.num_cached_tokens or 0
+        if read is not None and not read.failed:
+            self._break_even.read(read.tokens, read.seconds)
+            took -= read.seconds
+        self._break_even.computed(len(request.prompt_token_ids) - cached, took)
         return Handover(
             request_id=request.request_id,
             replica=self.replica,
             kv=kv,
             lease_s=self._lease_s,
             prompt_tokens=len(request.prompt_token_ids),
-            cached_tokens=last.num_cached_tokens or 0,
-            read=None if read is None else msgspec.convert(read, Read),
+            cached_tokens=cached,
+            read=read,
         )
 
     async def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
@@ -451,11 +463,8 @@ class EngineHost:
             self._engine.block_size,
             self._engine.tensor_parallel_size,
         )
-        if (
-            self._keeper is None
-            or not fits
-            or tokens < max(1, self._conversations.kv_recompute_threshold)
-        ):
+        least = self._least_tokens()
+        if self._keeper is None or not fits or least is None or tokens < least:
             return None
         # Begun before asking: the hold lasts at least as long on the engine that grants it.
         until = time.monotonic() + self._conversations.read_patience_s
@@ -466,6 +475,7 @@ class EngineHost:
         except RequestError as error:
             log.warning("request %s: %s is not read: %s", request.request_id, handle.lease, error)
             return None
+        self._break_even.asked(time.monotonic() + self._conversations.read_patience_s - until)
         if not held:
             return None
         handle = shorten(handle, tokens)
@@ -480,7 +490,14 @@ class EngineHost:
             "remote_num_tokens": handle.tokens,
             "tp_size": handle.tp_size,
             DEADLINE: until,
+            LEAST: least,
         }
+
+    def _least_tokens(self) -> int | None:
+        """How many tokens must be there to be read; None: reading never pays."""
+        if self._conversations.kv_recompute_threshold == "auto":
+            return self._break_even.tokens
+        return max(1, self._conversations.kv_recompute_threshold)
 
     def _order(self, request: GenerateRequest) -> dict[str, Any]:
         """The KV transfer parameters that have a turn kept."""
@@ -656,7 +673,7 @@ def _transfer_config(
         # vLLM's own way, beside the leases.
         extra |= {
             "bidirectional_kv_xfer": conversations.bidirectional_kv_xfer,
-            "kv_recompute_threshold": conversations.kv_recompute_threshold,
+            "kv_recompute_threshold": 0,  # each request says its own (LEAST)
         }
     return {
         "kv_connector": "NixlConnector",

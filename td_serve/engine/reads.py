@@ -21,6 +21,9 @@ DEADLINE = "td_deadline"
 """Key of a request's KV transfer parameters: until when (CLOCK_MONOTONIC of this machine, seconds)
 the blocks that it names are sure to be kept."""
 
+LEAST = "td_least"
+"""Key of a request's KV transfer parameters: fewer tokens than these are computed, not read."""
+
 READ = "td_read"
 """Key of what a request finishes with: its read, as `types.Read`."""
 
@@ -63,6 +66,8 @@ class ReadingScheduler(NixlPullConnectorScheduler):
             tokens = 0
         else:
             tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if tokens < params[LEAST]:
+            tokens = 0
         if tokens == 0:
             # Nothing to read: then nobody waits to be told so either.
             params[_HANDLED] = True

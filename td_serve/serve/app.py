@@ -72,6 +72,7 @@ USER_CONFIG: dict[str, type[msgspec.Struct]] = {
 def build(args: dict[str, Any]) -> serve.Application:
     """The Serve application for a cluster file's `args`. Raises ConfigError, ModelError."""
     config = decode(args, DeploymentConfig, path="args")
+    config.check_engines("args")
     resolve(config.model)
     plain = msgspec.to_builtins(config)
     env = {"OMP_NUM_THREADS": str(config.frontend.cpu_threads), **config.env}

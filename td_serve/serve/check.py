@@ -58,8 +58,7 @@ def _check(data: object) -> list[DeploymentConfig]:
 
 def _check_ours(app: Mapping[str, Any], path: str) -> DeploymentConfig:
     config = decode(app.get("args") or {}, DeploymentConfig, path=f"{path}.args")
-    config.engine_of(config.prefill, f"{path}.args.prefill")
-    config.engine_of(config.decode, f"{path}.args.decode")
+    config.check_engines(f"{path}.args")
     seen: set[str] = set()
     for number, deployment in enumerate(app.get("deployments") or ()):
         place, name = f"{path}.deployments[{number}]", deployment["name"]

@@ -373,3 +373,16 @@ async def test_a_read_that_was_not_over_in_time_is_thrown_away(
     stop.set()
     await work
     assert failed, "no hold ended in mid-read"
+
+
+async def test_the_threshold_finds_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a few turns it is known what reading takes: this model computes quicker than most."""
+    auto = msgspec.structs.replace(rig.prefill._conversations, kv_recompute_threshold="auto")
+    monkeypatch.setattr(rig.prefill, "_conversations", auto)
+    conversation, prompt = new_conversation(), some_tokens(200, 60)
+    for number in range(4):
+        answer, _ = await rig.turn(prompt, conversation)
+        assert answer == rig.wanted(prompt)
+        prompt = prompt + answer + some_tokens(40, 61 + number)
+    found = rig.prefill._least_tokens()
+    assert found is None or found >= 1
