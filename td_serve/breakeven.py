@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 
 WEIGHT = 0.2
+FORGET = 0.01
+"""What a prefill that computes takes off the measured time of a read."""
 LEAST_TOKENS = 16
 """Of fewer tokens, how long they took says nothing about a rate."""
 
@@ -38,6 +40,10 @@ class BreakEven:
         """A prefill computed `tokens` in `seconds`, waiting included."""
         if tokens >= LEAST_TOKENS:
             self._compute_s.add(seconds / tokens)
+            if self._read_s.value is not None:
+                # Where nothing is read any more, nothing new is learnt: trust the old less and
+                # less, until a read is tried again.
+                self._read_s.value *= 1 - FORGET
 
     def asked(self, seconds: float) -> None:
         """Asking for a hold took so long."""

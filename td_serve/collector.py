@@ -169,8 +169,14 @@ class Session:
         """
         _check_place(membership)
         round_ = self._round_of(membership, now, patience_s)
+        excused = membership.agent in round_.excused
         round_.excused.discard(membership.agent)
-        alone = self._refuse_or_alone(round_, membership, now)
+        try:
+            alone = self._refuse_or_alone(round_, membership, now)
+        except RoundConflict:
+            if excused:
+                round_.excused.add(membership.agent)
+            raise
         member = Member(
             agent=membership.agent,
             request=request,

@@ -9,27 +9,29 @@ block travel as they are.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
-from td_serve.types import Handle, RequestId
+from td_serve.types import Handle, ReaderId
 
 DIGEST_BYTES = 16
+_TOKEN_BYTES = array("I").itemsize
 
 
 class Keeper(Protocol):
     """Whoever keeps the blocks of handles, as a reader knows it. Order: `hold`, read, `let_go`."""
 
-    async def hold(self, handle: Handle, reader: RequestId, for_s: float) -> bool:
+    async def hold(self, handle: Handle, reader: ReaderId, for_s: float) -> bool:
         """Keep the blocks for at least `for_s` seconds from now, or until let go.
 
         False when they are not kept, or not any more. Raises Unavailable.
         """
         ...
 
-    async def let_go(self, handle: Handle, reader: RequestId) -> None:
+    async def let_go(self, handle: Handle, reader: ReaderId) -> None:
         """The reader is done, whichever way. Raises Unavailable."""
         ...
 
@@ -39,10 +41,10 @@ def chain(tokens: Sequence[int], block_size: int, salt: str | None) -> Iterator[
     before = hashlib.blake2b(
         b"" if salt is None else b"salt:" + salt.encode(), digest_size=DIGEST_BYTES
     ).digest()
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        block = b"".join(
-            token.to_bytes(4, "little") for token in tokens[start : start + block_size]
-        )
+    data = memoryview(array("I", tokens).tobytes())
+    step = block_size * _TOKEN_BYTES
+    for start in range(0, len(data) - step + 1, step):
+        block = data[start : start + step]
         before = hashlib.blake2b(block, key=before, digest_size=DIGEST_BYTES).digest()
         yield before
 

@@ -141,18 +141,23 @@ class LeaseTable:
         for lease_id in [one.id for one in self._live.values() if one.expires_at <= now]:
             self._end(lease_id, End.EXPIRED)
 
-    def reclaim(self, blocks: int) -> int:
+    def blocks_of(self, conversation: ConversationKey) -> int:
+        """How many blocks are kept for a conversation."""
+        lease_id = self._newest.get(conversation)
+        return 0 if lease_id is None else len(self._live[lease_id].blocks)
+
+    def reclaim(self, blocks: int, spare: ConversationKey | None = None) -> int:
         """End leases until `blocks` blocks are named for freeing, the cheapest to recompute first.
 
-        Held ones are left alone. Gives how many blocks those that ended name; some of them may have
-        other users and not become free.
+        Held ones are left alone, and that of the conversation `spare`. Gives how many blocks those
+        that ended name; some of them may have other users and not become free.
         """
         now = self._clock()
         named = 0
         for lease in sorted(self._live.values(), key=lambda one: (one.tokens, one.expires_at)):
             if named >= blocks:
                 break
-            if not lease.is_held(now):
+            if not lease.is_held(now) and lease.conversation != spare:
                 self._end(lease.id, End.RECLAIMED)
                 named += len(lease.blocks)
         return named

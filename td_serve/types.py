@@ -30,6 +30,8 @@ ConversationKey = NewType("ConversationKey", str)
 """A conversation of one tenant: nobody can name another tenant's (`conversations.key`)."""
 LeaseId = NewType("LeaseId", str)
 """A decode engine's promise to keep a turn's blocks. New with every turn; never used again."""
+ReaderId = NewType("ReaderId", str)
+"""One attempt to read a lease's blocks."""
 SegmentKey = NewType("SegmentKey", str)
 """Position-independent identity of a run of tokens: 128 bits, hexadecimal."""
 
@@ -258,10 +260,14 @@ class RoundPlan(_Wire, tag="round-plan", frozen=True, kw_only=True):
 
 
 class RoundPrefill(_Wire, tag="round-prefill", frozen=True, kw_only=True):
-    """What a prefill replica gets: the plan, and the members' requests in the plan's order."""
+    """What a prefill replica gets: the plan, and the members' requests in the plan's order.
+
+    `handles`, by request id, are of members whose conversations are kept somewhere.
+    """
 
     plan: RoundPlan
     requests: list[GenerateRequest]
+    handles: dict[str, Handle] = {}
 
 
 class MemberHandover(_Wire, tag="member-handover", frozen=True, kw_only=True):

@@ -42,3 +42,16 @@ def test_a_handful_of_tokens_says_nothing() -> None:
     measured.read(100, 0.001)
     measured.computed(LEAST_TOKENS - 1, 100.0)
     assert measured.tokens == 64
+
+
+def test_reading_that_did_not_pay_is_tried_again_after_a_while() -> None:
+    measured = BreakEven(64)
+    measured.asked(0.001)
+    measured.computed(100, 100 * 0.01)
+    measured.read(100, 100 * 0.02)
+    assert measured.tokens is None
+    computed = 0
+    while measured.tokens is None:
+        measured.computed(100, 100 * 0.01)
+        computed += 1
+    assert 50 < computed < 100

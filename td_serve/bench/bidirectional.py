@@ -175,7 +175,7 @@ class _Bench:
         self._pool_tokens = pool_tokens
         self._dispatcher = Dispatcher(engines, DispatchSettings(), silent_metrics())
         self._random = random.Random(options.seed)
-        self._turns = 0
+        self._samples = 0
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -183,7 +183,8 @@ class _Bench:
         from td_serve.engine.local import LocalEngines
         from td_serve.models.resolve import resolve
 
-        longest = max(options.prompt_tokens) + REPLY_TOKENS
+        warm_up = max(LEAST_PROMPT, 2 * options.threshold)
+        longest = max(*options.prompt_tokens, warm_up) + REPLY_TOKENS
         # Prefill's pool holds one such prompt and little else, so that other traffic evicts it.
         pool_tokens = longest + _ROOM_TOKENS
         say("starting the engines")
@@ -207,7 +208,7 @@ class _Bench:
         )
         try:
             bench = cls(options, engines, pool_tokens)
-            await bench.sample(max(LEAST_PROMPT, 2 * options.threshold))  # warms both ways up
+            await bench.sample(warm_up)  # warms both ways up
             yield bench
             await bench._dispatcher.drain()
         finally:
@@ -220,7 +221,8 @@ class _Bench:
         """
         first = self._tokens(tokens - REPLY_TOKENS - NEW_TOKENS)
         new = self._tokens(NEW_TOKENS)
-        order = [True, False] if self._turns % 8 == 0 else [False, True]
+        order = [True, False] if self._samples % 2 else [False, True]
+        self._samples += 1
         found = {kept: await self._play(first, new, kept=kept) for kept in order}
         if found[True].reply != found[False].reply:
             raise TdServeError(
@@ -240,9 +242,10 @@ class _Bench:
         salt = uuid.uuid4().hex  # the other way's blocks are no help in any cache
         before = await self._turn(self._request(first, salt, conversation))
         if self._scenario is Scenario.EVICTED:
-            # Twice: the blocks at a prompt's beginning are evicted last.
-            for _ in range(2):
-                other = self._tokens(self._pool_tokens - _ROOM_TOKENS - 1)
+            # As much as the pool holds, and more: a prompt's beginning is evicted last.
+            long = self._pool_tokens - _ROOM_TOKENS - 1
+            for _ in range(1 + math.ceil(self._pool_tokens / long)):
+                other = self._tokens(long)
                 await self._turn(self._request(other, uuid.uuid4().hex, None, max_tokens=1))
         return await self._turn(self._request([*first, *before.reply, *new], salt, conversation))
 
@@ -258,7 +261,6 @@ class _Bench:
             reply += (token for choice in delta.choices for token in choice.token_ids)
         ended = time.perf_counter()
         assert first_token is not None
-        self._turns += 1
         read = handover.read
         return Sample(
             ttft=first_token - began,

@@ -87,6 +87,8 @@ class NixlConnector(NixlPullConnector):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if self._keeper is not None:
+            if self._keeper.is_short:
+                return None, False  # asked again in the next step
             self._keeper.make_room_for(request, num_computed_tokens)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -96,7 +98,7 @@ class NixlConnector(NixlPullConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         if self._keeper is not None:
-            self._keeper.settle()
+            self._keeper.end_step()
         return super().build_connector_meta(scheduler_output)
 
     def request_finished_all_groups(

@@ -67,6 +67,7 @@ from td_serve.types import (
     LeaseId,
     MemberHandover,
     Read,
+    ReaderId,
     ReplicaId,
     ReplicaState,
     RequestId,
@@ -101,6 +102,7 @@ class _Gauges(StatLoggerBase):
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0
+        self.preemptions = 0
 
     def record(
         self,
@@ -115,6 +117,8 @@ class _Gauges(StatLoggerBase):
                 scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
             )
             self.kv_usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.preemptions += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
@@ -154,6 +158,8 @@ class EngineHost:
         self._conversations = conversations
         self._leases = leases
         self._keeper = keeper
+        self._block_size = int(llm.vllm_config.cache_config.block_size)
+        self._peers: set[ReplicaId] = set()
         self._break_even = BreakEven(_THRESHOLD_BEFORE)
         self._kept: dict[ConversationKey, Handle] = {}
         """What this engine keeps, as it said so itself; some of it may have ended."""
@@ -233,15 +239,20 @@ class EngineHost:
         or is wrong in any way, only means that more is computed. Raises BadRequest, EngineFailure
         or Unavailable.
         """
-        source = None if handle is None else await self._source(request, handle)
+        tokens = 0 if handle is None else self._readable_tokens(request, handle)
+        if handle is None or self._keeper is None or tokens == 0:
+            return await self._prefill(request, {}, handle)
+        reader = ReaderId(f"{request.request_id}-{uuid.uuid4().hex[:8]}")
         try:
-            handover = await self._prefill(request, source or {})
-            return msgspec.structs.replace(handover, kept_by=handle and handle.replica)
+            source = await self._source(handle, reader, tokens)
+            return await self._prefill(request, source, handle)
         finally:
-            if handle is not None and source is not None and self._keeper is not None:
-                self._in_background(self._keeper.let_go(handle, request.request_id))
+            # Whatever became of asking: it may have been granted.
+            self._in_background(self._keeper.let_go(handle, reader))
 
-    async def _prefill(self, request: GenerateRequest, source: Mapping[str, Any]) -> Handover:
+    async def _prefill(
+        self, request: GenerateRequest, source: Mapping[str, Any], handle: Handle | None
+    ) -> Handover:
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -259,10 +270,7 @@ class EngineHost:
         kv = dict(last.kv_transfer_params)
         read = msgspec.convert(kv.pop(READ, None), Read | None)
         cached = last.num_cached_tokens or 0
-        if read is not None and not read.failed:
-            self._break_even.read(read.tokens, read.seconds)
-            took -= read.seconds
-        self._break_even.computed(len(request.prompt_token_ids) - cached, took)
+        self._measure(len(request.prompt_token_ids) - cached, took, read, handle)
         return Handover(
             request_id=request.request_id,
             replica=self.replica,
@@ -271,6 +279,7 @@ class EngineHost:
             prompt_tokens=len(request.prompt_token_ids),
             cached_tokens=cached,
             read=read,
+            kept_by=None if handle is None else handle.replica,
         )
 
     async def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
@@ -280,7 +289,9 @@ class EngineHost:
         fail the others. Closing the generator aborts what is left, and releases nothing.
         """
         tasks = {
-            asyncio.ensure_future(self.prefill(request)): request.request_id
+            asyncio.ensure_future(
+                self.prefill(request, work.handles.get(request.request_id))
+            ): request.request_id
             for request in work.requests
         }
         self._members.update((request_id, task) for task, request_id in tasks.items())
@@ -324,10 +335,11 @@ class EngineHost:
                 f"request {request.request_id} came with the handover of {handover.request_id}"
             )
         first = True
+        order: dict[str, Any] = {}
         try:
             yield ADMITTED
             params = decode_sampling(request.sampling)
-            kept = self._order(request)
+            order = kept = self._order(request)
             if handover is not None and request.n > 1:
                 # vLLM gives each continuation the same handle, and a handle serves one read: read
                 # the prompt once, then let all continuations hit this engine's own prefix cache.
@@ -354,6 +366,7 @@ class EngineHost:
                         None if handover is None else handover.replica,
                     )
                     delta = msgspec.structs.replace(delta, handle=handle)
+                    order = {}  # kept, and known to be
                 yield delta
         except BaseException:
             # Before its first output the engine may not have taken the request at all. If it has,
@@ -361,6 +374,8 @@ class EngineHost:
             if handover is not None and first:
                 with contextlib.suppress(Unavailable):
                     await self.release(handover)
+            if order:
+                self._in_background(self._cancel(order))
             raise
 
     async def release(self, handover: Handover) -> None:
@@ -375,7 +390,7 @@ class EngineHost:
         except EngineDeadError as error:
             raise Unavailable(f"{self.replica}: the engine has died") from error
 
-    async def hold(self, handle: Handle, reader: RequestId, for_s: float) -> bool:
+    async def hold(self, handle: Handle, reader: ReaderId, for_s: float) -> bool:
         """Keep a lease's blocks for at least `for_s` seconds from now, or until let go.
 
         False when this engine does not keep them, or not any more. Raises Unavailable.
@@ -385,7 +400,7 @@ class EngineHost:
             return False
         return await self._leases.client.hold(handle.lease, reader, for_s)
 
-    async def let_go(self, handle: Handle, reader: RequestId) -> None:
+    async def let_go(self, handle: Handle, reader: ReaderId) -> None:
         """The reader is done, whichever way. Raises Unavailable."""
         if self._leases is not None:
             await self._leases.client.let_go(handle.lease, reader)
@@ -415,6 +430,11 @@ class EngineHost:
         """The share of the KV pool that is kept for next turns, 0 to 1. Raises Unavailable."""
         blocks = self._llm.vllm_config.cache_config.num_gpu_blocks
         return (await self.lease_counts()).blocks / blocks if blocks else 0.0
+
+    @property
+    def preemptions(self) -> int:
+        """How many times a running request had to give its blocks up, since the start."""
+        return self._gauges.preemptions
 
     @property
     def vocabulary(self) -> int:
@@ -456,28 +476,32 @@ class EngineHost:
         self._port.release()
         self._ucx_log.close()
 
-    async def _source(self, request: GenerateRequest, handle: Handle) -> dict[str, Any] | None:
-        """What to read of a handle, as KV transfer parameters, held; None: nothing can be read."""
-        tokens = common_tokens(handle, request.prompt_token_ids, request.cache_salt)
+    def _readable_tokens(self, request: GenerateRequest, handle: Handle) -> int:
+        """How many of a handle's tokens can be read and are worth it."""
+        least = self._least_tokens()
         fits = (handle.block_size, handle.tp_size) == (
-            self._engine.block_size,
+            self._block_size,
             self._engine.tensor_parallel_size,
         )
-        least = self._least_tokens()
-        if self._keeper is None or not fits or least is None or tokens < least:
-            return None
+        if least is None or not fits:
+            return 0
+        tokens = common_tokens(handle, request.prompt_token_ids, request.cache_salt)
+        return tokens if tokens >= least else 0
+
+    async def _source(self, handle: Handle, reader: ReaderId, tokens: int) -> dict[str, Any]:
+        """What to read of a handle, as KV transfer parameters, held; empty: it is not kept."""
+        assert self._keeper is not None
         # Begun before asking: the hold lasts at least as long on the engine that grants it.
-        until = time.monotonic() + self._conversations.read_patience_s
+        began = time.monotonic()
+        patience_s = self._conversations.read_patience_s
         try:
-            held = await self._keeper.hold(
-                handle, request.request_id, self._conversations.read_patience_s
-            )
+            held = await self._keeper.hold(handle, reader, patience_s)
         except RequestError as error:
-            log.warning("request %s: %s is not read: %s", request.request_id, handle.lease, error)
-            return None
-        self._break_even.asked(time.monotonic() + self._conversations.read_patience_s - until)
+            log.warning("%s: lease %s is not read: %s", reader, handle.lease, error.message)
+            return {}
+        self._break_even.asked(time.monotonic() - began)
         if not held:
-            return None
+            return {}
         handle = shorten(handle, tokens)
         return {
             "remote_engine_id": handle.replica,
@@ -489,15 +513,36 @@ class EngineHost:
             "remote_block_ids": handle.block_ids,
             "remote_num_tokens": handle.tokens,
             "tp_size": handle.tp_size,
-            DEADLINE: until,
-            LEAST: least,
+            DEADLINE: began + patience_s,
+            LEAST: self._least_tokens() or 1,
         }
+
+    def _measure(
+        self, computed: int, took_s: float, read: Read | None, handle: Handle | None
+    ) -> None:
+        """Learn from a prefill what computing and reading take."""
+        if read is None:
+            self._break_even.computed(computed, took_s)
+        elif read.failed or handle is None:
+            return  # what was computed when cannot be told apart
+        else:
+            self._break_even.computed(computed, took_s - read.seconds)
+            if handle.replica in self._peers:
+                self._break_even.read(read.tokens, read.seconds)
+            # The first read of a peer is a handshake too.
+            self._peers.add(handle.replica)
 
     def _least_tokens(self) -> int | None:
         """How many tokens must be there to be read; None: reading never pays."""
         if self._conversations.kv_recompute_threshold == "auto":
             return self._break_even.tokens
         return max(1, self._conversations.kv_recompute_threshold)
+
+    async def _cancel(self, order: Mapping[str, Any]) -> None:
+        """Nobody has learnt of the lease that a turn ordered: end it, if it was granted."""
+        assert self._leases is not None
+        if await self._leases.client.end(msgspec.convert(order[LEASE], LeaseOrder).id):
+            await self._wake()
 
     def _order(self, request: GenerateRequest) -> dict[str, Any]:
         """The KV transfer parameters that have a turn kept."""
@@ -518,7 +563,7 @@ class EngineHost:
             return None
         granted = msgspec.convert(kv[LEASE], Granted)
         tokens = [*request.prompt_token_ids, *generated][: granted.tokens]
-        block_size = self._engine.block_size
+        block_size = granted.block_size
         whole = len(tokens) // block_size * block_size
         handle = Handle(
             lease=granted.id,

@@ -45,10 +45,11 @@ class LeaseOrder(msgspec.Struct, frozen=True):
 
 
 class Granted(msgspec.Struct, frozen=True):
-    """What is kept: the KV of the first `tokens` tokens, in these blocks."""
+    """What is kept: the KV of the first `tokens` tokens, in these blocks of `block_size` tokens."""
 
     id: LeaseId
     tokens: int
+    block_size: int
     block_ids: list[int]
     ttl_s: float
 
@@ -74,6 +75,7 @@ class LeaseKeeper:
         self._lock = threading.Lock()
         self._pool: Any = None
         self._block_size = 0
+        self._short = False
         self._server = _Server(address, self._answer)
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -107,7 +109,13 @@ class LeaseKeeper:
         with self._lock:
             self._table.grant(order.id, order.conversation, tokens, blocks)
         self.settle()
-        granted = Granted(id=order.id, tokens=tokens, block_ids=ids, ttl_s=self._table.ttl_s)
+        granted = Granted(
+            id=order.id,
+            tokens=tokens,
+            block_size=self._block_size,
+            block_ids=ids,
+            ttl_s=self._table.ttl_s,
+        )
         return {LEASE: msgspec.to_builtins(granted)}
 
     def settle(self) -> None:
@@ -119,27 +127,60 @@ class LeaseKeeper:
             # The end of a prompt is evicted before its beginning.
             self._pool.free_blocks(reversed(lease.blocks))
 
-    def make_room(self, blocks: int) -> bool:
-        """Reclaim leases until the pool has `blocks` free ones. Says whether it ended any."""
+    @property
+    def is_short(self) -> bool:
+        """A running request has found no block in this step: what is freed now is its."""
+        return self._short
+
+    def end_step(self) -> None:
+        """The step has been scheduled."""
+        self._short = False
+        self.settle()
+
+    def make_room_for(self, request: Any, computed_tokens: int) -> None:
+        """Reclaim what a waiting request lacks, others' leases before its own conversation's.
+
+        What the prefix cache has of its prompt counts only if its own lease keeps it: a block that
+        nobody uses is taken from the free ones, too.
+        """
+        if self._pool is None:
+            return
+        own = self._conversation_of(request)
+        wanted = -(-request.num_tokens // self._block_size) + 1
+        with self._lock:
+            kept = 0 if own is None else self._table.blocks_of(own)
+        self._make_room(wanted - min(kept, computed_tokens // self._block_size), spare=own)
+        if self._missing(wanted - min(kept, computed_tokens // self._block_size)) > 0:
+            self._make_room(wanted)
+
+    def make_some_room(self) -> bool:
+        """Reclaim at least one block for a running request that would be preempted otherwise.
+
+        False when there is nothing to reclaim.
+        """
         if self._pool is None:
             return False
+        self._short = self._make_room(self._pool.get_num_free_blocks() + 1)
+        return self._short
+
+    def _make_room(self, blocks: int, spare: ConversationKey | None = None) -> bool:
+        """Reclaim leases until the pool has `blocks` free ones. Says whether it ended any."""
         any_ended = False
-        while (missing := blocks - self._pool.get_num_free_blocks()) > 0:
+        while (missing := self._missing(blocks)) > 0:
             with self._lock:
-                if not self._table.reclaim(missing):
+                if not self._table.reclaim(missing, spare):
                     break
             any_ended = True
             self.settle()
         return any_ended
 
-    def make_room_for(self, request: Any, computed_tokens: int) -> None:
-        """Reclaim what a waiting request lacks."""
-        if self._pool is not None:
-            self.make_room(-(-(request.num_tokens - computed_tokens) // self._block_size) + 1)
+    def _missing(self, blocks: int) -> int:
+        return blocks - int(self._pool.get_num_free_blocks())
 
-    def make_some_room(self) -> bool:
-        """Reclaim at least one block for a running request that would be preempted otherwise."""
-        return self._pool is not None and self.make_room(self._pool.get_num_free_blocks() + 1)
+    @staticmethod
+    def _conversation_of(request: Any) -> ConversationKey | None:
+        order = (request.kv_transfer_params or {}).get(LEASE)
+        return None if order is None else msgspec.convert(order, LeaseOrder).conversation
 
     def _answer(self, ask: list[Any]) -> Any:
         """The host's question, in the server's thread: a method of the table and its arguments."""

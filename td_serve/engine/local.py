@@ -70,6 +70,13 @@ class LocalEngines:
         return await next(self._prefill).prefill(request, handle)
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
+        handles = {
+            str(one.request_id): handle
+            for one in work.requests
+            if one.conversation is not None
+            and (handle := self.directory.find(one.conversation)) is not None
+        }
+        work = msgspec.structs.replace(work, handles=handles)
         return next(self._prefill).prefill_round(work)
 
     async def cancel_member(self, request_id: RequestId) -> None:

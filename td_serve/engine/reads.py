@@ -51,6 +51,7 @@ class ReadingScheduler(NixlPullConnectorScheduler):
         self._deadlines: dict[str, float] = {}
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._block_size = spec.block_size
+        # Of one worker; the others hold as much.
         self._block_bytes = sum(
             group.kv_cache_spec.page_size_bytes * len(group.layer_names)
             for group in kv_cache_config.kv_cache_groups
@@ -79,7 +80,7 @@ class ReadingScheduler(NixlPullConnectorScheduler):
             count = -(-num_external_tokens // self._block_size)
             self._reads[request.request_id] = _Reading(
                 tokens=num_external_tokens,
-                bytes=count * self._block_bytes,
+                bytes=count * self._block_bytes * params["tp_size"],
                 began=time.monotonic(),
             )
             self._deadlines[request.request_id] = params[DEADLINE]
@@ -87,8 +88,8 @@ class ReadingScheduler(NixlPullConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta: Any = super().build_connector_meta(scheduler_output)
-        now = time.monotonic()
-        meta.seconds_left = {name: until - now for name, until in self._deadlines.items()}
+        # As they are: workers start reads only after the step's own work, and that time counts.
+        meta.deadlines = self._deadlines
         self._deadlines = {}
         return meta
 
@@ -118,9 +119,7 @@ class ReadingWorker(NixlPullConnectorWorker):
         self._until: dict[str, float] = {}
 
     def start_load_kv(self, metadata: Any) -> None:
-        now = time.monotonic()
-        for name, left in metadata.seconds_left.items():
-            self._until[name] = now + left
+        self._until.update(metadata.deadlines)
         super().start_load_kv(metadata)
 
     def get_transfer_results(self) -> Any:

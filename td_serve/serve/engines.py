@@ -10,10 +10,12 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator
 
+import msgspec
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from td_serve.errors import RequestError
 from td_serve.serve.calls import answer, ask, ask_all, start, stream
+from td_serve.serve.remotes import RemoteDirectory
 from td_serve.serve.routing import towards
 from td_serve.types import (
     ConversationKey,
@@ -43,7 +45,7 @@ class RayEngines:
     ) -> None:
         self._prefill = prefill
         self._decode = decode
-        self._directory = directory
+        self._directory = RemoteDirectory(directory)
         self._watched: set[asyncio.Task[None]] = set()
 
     async def prefill(self, request: GenerateRequest) -> Handover:
@@ -57,8 +59,18 @@ class RayEngines:
             self._watch(response)
             raise
 
-    def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
-        return stream(self._prefill.prefill_round, MemberHandover, pack(work))
+    async def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
+        found = await asyncio.gather(*(self._find(one.conversation) for one in work.requests))
+        handles = {
+            str(request.request_id): handle
+            for request, handle in zip(work.requests, found, strict=True)
+            if handle is not None
+        }
+        work = msgspec.structs.replace(work, handles=handles)
+        parts = stream(self._prefill.prefill_round, MemberHandover, pack(work))
+        async with contextlib.aclosing(parts):
+            async for part in parts:
+                yield part
 
     async def cancel_member(self, request_id: RequestId) -> None:
         await ask_all(self._prefill, "cancel_member", request_id)
@@ -78,11 +90,10 @@ class RayEngines:
         if conversation is None:
             return None
         try:
-            found = await ask(self._directory.find, conversation)
+            return await self._directory.find(conversation)
         except RequestError as error:
             log.warning("the directory does not answer: %s", error.message)
             return None
-        return None if found is None else unpack(found, Handle)
 
     def _watch(self, response: DeploymentResponse) -> None:
         """A prefill that was cancelled may have won the race: then give its blocks back."""

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any, Protocol, TypeVar
 
@@ -103,12 +103,24 @@ def make_http_app(
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
 
-    async def asked(answer: Answer, body: dict[str, Any], origin: Origin) -> Reply:
-        """The answer; a member whose request is refused is no longer waited for by its round."""
-        reply = await answer(body, origin)
-        if origin.membership is not None and _is_refusal(reply):
+    async def asked(
+        answer: Answer,
+        body: dict[str, Any],
+        membership: Membership | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
+        """The answer; a member whose request is refused is no longer waited for by its round.
+
+        With its `headers` a request may name a conversation.
+        """
+        try:
+            conversation = None if headers is None else _conversation(headers, body)
+            reply = await answer(body, Origin(membership=membership, conversation=conversation))
+        except RequestError as error:
+            reply = error_reply(error)
+        if membership is not None and _is_refusal(reply):
             with contextlib.suppress(RequestError):
-                await coordinator.excuse(origin.membership)
+                await coordinator.excuse(membership)
         return reply
 
     async def plain(request: Request, answer: Answer) -> Response:
@@ -117,8 +129,7 @@ def make_http_app(
         membership = None
         if field is not None:
             membership = decode_body(field, RoundField, "td_round").membership()
-        origin = Origin(membership=membership, conversation=_conversation(request, body))
-        return await _send(request, asked(answer, body, origin))
+        return await _send(request, asked(answer, body, membership, request.headers))
 
     async def implied(request: Request, answer: Answer) -> Response:
         body = await _body(request)
@@ -127,8 +138,7 @@ def make_http_app(
         membership = Membership(
             sim=SessionId(request.path_params["sim"]), agent=AgentId(request.path_params["agent"])
         )
-        origin = Origin(membership=membership, conversation=_conversation(request, body))
-        return await _send(request, asked(answer, body, origin))
+        return await _send(request, asked(answer, body, membership, request.headers))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -155,8 +165,8 @@ def make_http_app(
     async def play(request: Request) -> Response:
         round_ = decode_body(await _body(request), RoundRequest)
         rounds.check(round_)
-        answer: Answer = functools.partial(asked, frontend.chat)
-        return await _send(request, _play_round(round_, answer, coordinator))
+        chat = functools.partial(asked, frontend.chat)
+        return await _send(request, _play_round(round_, chat, coordinator))
 
     @app.get("/v1/rounds/{sim:path}/{number}")
     async def record(sim: str, number: str) -> Response:
@@ -193,7 +203,7 @@ def make_http_app(
     return app
 
 
-def _conversation(request: Request, body: dict[str, Any]) -> ConversationKey | None:
+def _conversation(headers: Mapping[str, str], body: dict[str, Any]) -> ConversationKey | None:
     """The conversation whose KV is kept, if the client names one and does not forbid it.
 
     Mutates: takes the switch out of `body`. Raises BadRequest.
@@ -201,7 +211,7 @@ def _conversation(request: Request, body: dict[str, Any]) -> ConversationKey | N
     switch = body.pop(SWITCH, None)
     if switch is not None and not isinstance(switch, bool):
         raise BadRequest(f"{SWITCH}: {switch!r}, expected true or false", field=SWITCH)
-    named = conversation_of(request.headers, body)
+    named = conversation_of(headers, body)
     return None if named is None or switch is False else key(TENANT, named)
 
 
@@ -214,7 +224,11 @@ def _is_refusal(reply: Reply) -> bool:
     )
 
 
-async def _play_round(round_: RoundRequest, chat: Answer, coordinator: Rounds) -> Reply:
+async def _play_round(
+    round_: RoundRequest,
+    chat: Callable[[dict[str, Any], Membership], Awaitable[Reply]],
+    coordinator: Rounds,
+) -> Reply:
     """Every agent's completion, and the round's sums; streamed as agents finish, if wanted."""
     shared, complete = await _shared(round_, coordinator)
     rounds.check_filled(round_, shared)
@@ -227,7 +241,7 @@ async def _play_round(round_: RoundRequest, chat: Answer, coordinator: Rounds) -
             "model": round_.model,
             "messages": rounds.messages(round_, round_.agents[position], shared),
         }
-        reply = await chat(body, Origin(membership=rounds.membership(round_, position)))
+        reply = await chat(body, rounds.membership(round_, position))
         assert isinstance(reply, JsonReply), "a request without `stream` got a stream"
         key = "response" if reply.status < 400 else "error"
         body = reply.body if key == "response" else reply.body["error"]

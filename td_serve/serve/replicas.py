@@ -25,6 +25,7 @@ from td_serve.types import (
     LeaseId,
     MemberHandover,
     Read,
+    ReaderId,
     ReplicaState,
     RequestId,
     RoundPrefill,
@@ -53,9 +54,9 @@ class Host(Protocol):
 
     async def release(self, handover: Handover) -> None: ...
 
-    async def hold(self, handle: Handle, reader: RequestId, for_s: float) -> bool: ...
+    async def hold(self, handle: Handle, reader: ReaderId, for_s: float) -> bool: ...
 
-    async def let_go(self, handle: Handle, reader: RequestId) -> None: ...
+    async def let_go(self, handle: Handle, reader: ReaderId) -> None: ...
 
     async def forget(self, conversation: ConversationKey) -> bool: ...
 
@@ -133,10 +134,10 @@ class EngineReplica:
     async def release(self, packed: bytes) -> None:
         await self._host.release(unpack(packed, Handover))
 
-    async def hold(self, packed: bytes, reader: RequestId, for_s: float) -> bool:
+    async def hold(self, packed: bytes, reader: ReaderId, for_s: float) -> bool:
         return await self._host.hold(unpack(packed, Handle), reader, for_s)
 
-    async def let_go(self, packed: bytes, reader: RequestId) -> None:
+    async def let_go(self, packed: bytes, reader: ReaderId) -> None:
         await self._host.let_go(unpack(packed, Handle), reader)
 
     async def forget(self, conversation: ConversationKey) -> bool:

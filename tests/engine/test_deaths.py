@@ -16,7 +16,7 @@ import pytest_asyncio
 from td_serve.config import ConversationConfig
 from td_serve.engine.host import EngineHost
 from td_serve.errors import Unavailable
-from td_serve.types import Handle, Handover, RequestId
+from td_serve.types import Handle, Handover, ReaderId, RequestId
 from tests.engine.rig import (
     CONVERSATIONS,
     ENGINE,
@@ -66,14 +66,14 @@ class Fleet:
         for host in [*self.hosts.values(), *self._dead]:
             host.close()
 
-    async def hold(self, handle: Handle, reader: RequestId, for_s: float) -> bool:
+    async def hold(self, handle: Handle, reader: ReaderId, for_s: float) -> bool:
         named = [host for host in self._keepers() if host.replica == handle.replica]
         # As a router would: if the one that is named has gone, another is asked.
         held = await (named or self._keepers())[0].hold(handle, reader, for_s)
         self.on_hold()
         return held
 
-    async def let_go(self, handle: Handle, reader: RequestId) -> None:
+    async def let_go(self, handle: Handle, reader: ReaderId) -> None:
         for host in self._keepers():
             if host.replica == handle.replica:
                 await host.let_go(handle, reader)

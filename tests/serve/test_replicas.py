@@ -20,6 +20,7 @@ from td_serve.types import (
     Handover,
     LeaseId,
     MemberHandover,
+    ReaderId,
     ReplicaId,
     ReplicaState,
     RequestId,
@@ -71,10 +72,10 @@ class FakeHost:
     async def release(self, handover: Handover) -> None:
         await self.engines.release(handover)
 
-    async def hold(self, handle: Handle, reader: RequestId, for_s: float) -> bool:
+    async def hold(self, handle: Handle, reader: ReaderId, for_s: float) -> bool:
         return handle.lease in self.leases
 
-    async def let_go(self, handle: Handle, reader: RequestId) -> None:
+    async def let_go(self, handle: Handle, reader: ReaderId) -> None:
         """Nothing is held here."""
 
     async def forget(self, conversation: ConversationKey) -> bool:
@@ -337,9 +338,11 @@ async def decode_kept(rig: Rig, lease: str) -> list[Delta]:
 
 
 async def test_a_kept_turn_is_in_the_directory_before_its_last_delta_is_out(rig: Rig) -> None:
-    deltas = await decode_kept(rig, "one")
-    assert rig.directory.kept == ["one"]
-    assert all(delta.handle is None for delta in deltas), "handles stay inside"
+    rig.host.next_lease = a_handle("one")
+    async for packed in rig.replica.decode(pack(REQUEST), None):
+        delta = unpack(packed, Delta)
+        assert delta.handle is None, "handles stay inside"
+        assert rig.directory.kept == (["one"] if delta.finished else [])
 
 
 async def test_a_new_directory_learns_of_all_that_is_kept_and_of_nothing_that_has_ended() -> None:
