@@ -84,7 +84,7 @@ class ConversationConfig(_Config, frozen=True, kw_only=True):
     bidirectional_kv_xfer: bool = True
     decoder_kv_blocks_ttl: Seconds = 480.0
     kv_recompute_threshold: NonNegative | Literal["auto"] = 64
-    read_patience_s: Seconds = 30.0
+    read_patience_s: Seconds = 5.0
 
 
 class AutoscalingConfig(_Config, frozen=True, kw_only=True):

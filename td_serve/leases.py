@@ -54,11 +54,19 @@ class Lease(msgspec.Struct, kw_only=True):
 class LeaseTable:
     """All leases of one engine. Not thread-safe: its owner serialises the calls.
 
-    `ttl_s` is how long a lease lasts from its grant or last hold on.
+    `ttl_s` is how long a lease lasts from its grant or last hold on. At most `most_held` blocks are
+    held at a time: readers wait for prefill's pool, which waits for this one, and must never have
+    all of it.
     """
 
-    def __init__(self, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        most_held: int | None = None,
+    ) -> None:
         self.ttl_s = ttl_s
+        self.most_held = most_held
         self._clock = clock
         self._live: dict[LeaseId, Lease] = {}
         self._newest: dict[ConversationKey, LeaseId] = {}
@@ -105,12 +113,20 @@ class LeaseTable:
         self._newest[conversation] = lease_id
 
     def hold(self, lease_id: LeaseId, reader: str, for_s: float) -> bool:
-        """Promise `reader` the blocks for `for_s` seconds, and renew. False: it has ended."""
+        """Promise `reader` the blocks for `for_s` seconds, and renew.
+
+        False: it has ended, or too much is held already.
+        """
         self.expire()
         lease = self._live.get(lease_id)
         if lease is None:
             return False
         now = self._clock()
+        if not lease.is_held(now) and self.most_held is not None:
+            kept = [*self._live.values(), *self._ending.values()]
+            held = sum(len(one.blocks) for one in kept if one.is_held(now))
+            if held + len(lease.blocks) > self.most_held:
+                return False
         lease.expires_at = now + self.ttl_s
         lease.holds = {one: until for one, until in lease.holds.items() if until > now}
         lease.holds[reader] = now + for_s

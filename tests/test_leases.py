@@ -187,5 +187,21 @@ class Leases(RuleBasedStateMachine):
         assert self.rig.table.blocks == kept
 
 
+def test_readers_never_hold_more_than_their_share() -> None:
+    """What is held cannot be reclaimed, and what it waits for may itself wait for room here."""
+    rig = Rig()
+    rig.table.most_held = 10
+    for lease, blocks in (("one", 6), ("two", 5), ("three", 4)):
+        rig.grant(lease, blocks=blocks)
+    assert rig.hold("one", "p1")
+    assert rig.hold("one", "p2"), "it is held anyway"
+    assert not rig.hold("two")
+    assert rig.hold("three")
+    rig.table.let_go(LeaseId("one"), "p1")
+    assert not rig.hold("two")
+    rig.table.let_go(LeaseId("one"), "p2")
+    assert rig.hold("two")
+
+
 TestLeases = Leases.TestCase
 TestLeases.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

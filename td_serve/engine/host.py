@@ -243,12 +243,16 @@ class EngineHost:
         if handle is None or self._keeper is None or tokens == 0:
             return await self._prefill(request, {}, handle)
         reader = ReaderId(f"{request.request_id}-{uuid.uuid4().hex[:8]}")
+        # Begun before asking: the hold lasts at least as long on the engine that grants it.
+        began = time.monotonic()
+        asking = asyncio.ensure_future(
+            self._keeper.hold(handle, reader, self._conversations.read_patience_s)
+        )
         try:
-            source = await self._source(handle, reader, tokens)
+            source = await self._source(handle, tokens, began, asking)
             return await self._prefill(request, source, handle)
         finally:
-            # Whatever became of asking: it may have been granted.
-            self._in_background(self._keeper.let_go(handle, reader))
+            self._in_background(self._let_go(self._keeper, handle, reader, asking))
 
     async def _prefill(
         self, request: GenerateRequest, source: Mapping[str, Any], handle: Handle | None
@@ -488,16 +492,24 @@ class EngineHost:
         tokens = common_tokens(handle, request.prompt_token_ids, request.cache_salt)
         return tokens if tokens >= least else 0
 
-    async def _source(self, handle: Handle, reader: ReaderId, tokens: int) -> dict[str, Any]:
+    @staticmethod
+    async def _let_go(
+        keeper: Keeper, handle: Handle, reader: ReaderId, asking: asyncio.Future[bool]
+    ) -> None:
+        """Give a hold up, after it has been answered: the other way round it would stay."""
+        with contextlib.suppress(RequestError):
+            await asking
+        await keeper.let_go(handle, reader)
+
+    async def _source(
+        self, handle: Handle, tokens: int, began: float, asking: asyncio.Future[bool]
+    ) -> dict[str, Any]:
         """What to read of a handle, as KV transfer parameters, held; empty: it is not kept."""
-        assert self._keeper is not None
-        # Begun before asking: the hold lasts at least as long on the engine that grants it.
-        began = time.monotonic()
         patience_s = self._conversations.read_patience_s
         try:
-            held = await self._keeper.hold(handle, reader, patience_s)
+            held = await asyncio.shield(asking)
         except RequestError as error:
-            log.warning("%s: lease %s is not read: %s", reader, handle.lease, error.message)
+            log.warning("lease %s is not read: %s", handle.lease, error.message)
             return {}
         self._break_even.asked(time.monotonic() - began)
         if not held:

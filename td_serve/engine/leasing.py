@@ -84,6 +84,7 @@ class LeaseKeeper:
         if len(groups) == 1:
             self._pool = kv_cache_manager.block_pool
             self._block_size = groups[0].kv_cache_spec.block_size
+            self._table.most_held = self._pool.num_gpu_blocks // 2
         else:
             log.warning("no leases: the model has %d KV groups, expected one", len(groups))
 

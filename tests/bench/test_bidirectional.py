@@ -57,7 +57,7 @@ def test_a_prompt_that_cannot_hold_two_turns_is_refused(capsys: pytest.CaptureFi
 
 
 @pytest.mark.engine
-def test_on_real_engines_a_turn_is_read_back_and_answers_the_same(why: str, tmp_path: Path) -> None:
+def test_on_real_engines_a_turn_is_read_back_and_answers_the_same(tmp_path: Path) -> None:
     """The bench itself compares both ways' answers. What was read is nearly all of the prompt."""
     out, picture, model = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "tiny"
     write_random(model, like="llama", layers=2, kv_heads=2, head_dim=64)

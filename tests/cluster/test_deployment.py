@@ -158,6 +158,7 @@ def test_three_redeploys_leave_one_of_each(neighbour: Cluster) -> None:
     for number in range(3):
         data = copy.deepcopy(neighbour.data)
         data["applications"][0]["args"]["engine"]["seed"] = number + 1
+        data["applications"][0]["args"] |= {"ingress": {}, "coordinator": {}}  # one of each
         data["applications"][0]["args"]["prefill"] = {"drain_timeout_s": 5}
         data["applications"][0]["args"]["decode"] = {"drain_timeout_s": 5}
         neighbour.deploy(data)
@@ -166,8 +167,8 @@ def test_three_redeploys_leave_one_of_each(neighbour: Cluster) -> None:
         epochs.add(tuple(sorted(state["epoch"] for state in neighbour.replicas())))
     assert len(epochs) == 3, "every redeploy made new engines"
     for deployment, count in {
-        "Ingress": 2,
-        "RoundCoordinator": 2,
+        "Ingress": 1,
+        "RoundCoordinator": 1,
         "KVDirectory": 1,
         "PrefillReplica": 1,
         "DecodeReplica": 1,

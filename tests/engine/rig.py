@@ -29,7 +29,7 @@ ENGINE = EngineConfig(
 )
 NIXL = NixlConfig(host="127.0.0.1", env={"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo"})
 CONVERSATIONS = ConversationConfig(
-    kv_recompute_threshold=THRESHOLD, decoder_kv_blocks_ttl=60.0, read_patience_s=10.0
+    kv_recompute_threshold=THRESHOLD, decoder_kv_blocks_ttl=60.0, read_patience_s=5.0
 )
 
 _numbers = itertools.count()
