@@ -32,7 +32,8 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     """A vLLM engine, prefill or decode.
 
     `kv_cache_gib` is the KV pool's size (GiB); None leaves it to vLLM's memory profiling.
-    `block_size` is in tokens; CPU kernels want a multiple of 32. `extra` holds further engine
+    `block_size` is in tokens; CPU kernels want a multiple of 32. `grammar_backend` compiles the
+    grammars of structured outputs, of all requests the same one. `extra` holds further engine
     arguments under vLLM's own names, `env` further environment variables of the engine's process.
     """
 
@@ -46,6 +47,7 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     seed: NonNegative = 0
+    grammar_backend: Literal["xgrammar", "guidance"] = "xgrammar"
     extra: dict[str, Any] = {}
     env: dict[str, str] = {}
 

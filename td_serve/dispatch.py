@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
 
 from td_serve.config import DispatchSettings
-from td_serve.errors import EngineFailure, RequestError, Unavailable
+from td_serve.errors import EngineFailure, Unavailable
 from td_serve.metrics import Metrics
+from td_serve.tasks import Tasks
 from td_serve.types import (
     Delta,
     GenerateRequest,
@@ -80,7 +81,7 @@ class Dispatcher:
         self.settings = settings
         self._metrics = metrics
         self._clock = clock
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Tasks()
 
     async def generate(
         self, request: GenerateRequest, handover: Handover | None = None
@@ -136,25 +137,15 @@ class Dispatcher:
                 async with asyncio.timeout(max(handover.lease_s, 1.0)):
                     await self.engines.release(handover)
 
-        self._in_background(release())
+        self._background.run(release())
 
     def abandon(self, request_id: RequestId) -> None:
         """Cancel a member's prefill in the background: its client has gone."""
-        self._in_background(self.engines.cancel_member(request_id))
+        self._background.run(self.engines.cancel_member(request_id))
 
     async def drain(self) -> None:
         """Wait for what goes on in the background."""
-        while self._background:
-            await asyncio.wait(self._background)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        async def run() -> None:
-            with contextlib.suppress(RequestError):
-                await work
-
-        task = asyncio.get_running_loop().create_task(run())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        await self._background.drain()
 
     async def _decode(
         self, request: GenerateRequest, handover: Handover | None

@@ -19,7 +19,7 @@ from td_serve.errors import (
     Unavailable,
 )
 from td_serve.types import GenerateRequest, Mode, SessionId
-from tests.fakes import FakeEngines, Pin, Point, Recorder, make_request, settle, texts_of
+from tests.fakes import Clock, FakeEngines, Pin, Point, Recorder, make_request, settle, texts_of
 
 VILLAGE = SessionId("village")
 GONE = Unavailable("the replica has gone")
@@ -27,16 +27,6 @@ WRONG = BadRequest("the prompt is too long", field="prompt")
 BROKEN = EngineFailure("the engine failed")
 SOON_MS = 2
 """A deadline that passes while a test waits for it."""
-
-
-class Clock:
-    """Stands still unless it is told to go on."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Rig:

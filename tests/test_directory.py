@@ -5,15 +5,8 @@ import msgspec
 from td_serve.conversations import key
 from td_serve.directory import KVDirectory
 from td_serve.types import Epoch, Handle, LeaseId, ReplicaId, ReplicaState
+from tests.fakes import Clock
 from tests.test_handles import make_handle
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def state(name: str, running: int = 0) -> ReplicaState:

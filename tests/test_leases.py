@@ -9,16 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from td_serve.leases import End, LeaseTable
 from td_serve.types import ConversationKey, LeaseId
+from tests.fakes import Clock
 
 TTL = 480.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Rig:

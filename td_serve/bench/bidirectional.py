@@ -278,21 +278,12 @@ class _Bench:
         conversation: ConversationKey | None,
         max_tokens: int = REPLY_TOKENS,
     ) -> GenerateRequest:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-        from td_serve.engine.codec import encode_sampling
+        from td_serve.engine.codec import greedy_sampling
 
         return GenerateRequest(
             request_id=RequestId(f"bench-{uuid.uuid4().hex}"),
             prompt_token_ids=prompt,
-            sampling=encode_sampling(
-                SamplingParams(
-                    temperature=0.0,
-                    max_tokens=max_tokens,
-                    ignore_eos=True,
-                    output_kind=RequestOutputKind.DELTA,
-                )
-            ),
+            sampling=greedy_sampling(max_tokens),
             cache_salt=salt,
             conversation=conversation,
         )

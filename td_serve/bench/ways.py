@@ -19,12 +19,11 @@ from typing import Any
 import httpx
 import msgspec
 from ray import serve
-from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from td_serve.bench.latency import Way
 from td_serve.config import DispatchSettings
 from td_serve.dispatch import Dispatcher
-from td_serve.engine.codec import encode_sampling
+from td_serve.engine.codec import greedy_sampling
 from td_serve.errors import TdServeError
 from td_serve.metrics import silent_metrics
 from td_serve.serve.engines import RayEngines
@@ -56,14 +55,7 @@ class Ways:
             DispatchSettings(),
             silent_metrics(),
         )
-        self._sampling = encode_sampling(
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=MAX_TOKENS,
-                ignore_eos=True,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-        )
+        self._sampling = greedy_sampling(MAX_TOKENS)
 
     async def __aenter__(self) -> Ways:
         return self

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from td_serve.types import ChoiceDelta, Delta, GenerateRequest, TokenLogprob
 
@@ -22,6 +22,18 @@ _sampling_decoder = msgspec.msgpack.Decoder(SamplingParams)
 
 def encode_sampling(params: SamplingParams) -> bytes:
     return _sampling_encoder.encode(params)
+
+
+def greedy_sampling(max_tokens: int) -> bytes:
+    """Exactly `max_tokens` tokens, each the likeliest, in deltas: to measure and to compare."""
+    return encode_sampling(
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+        )
+    )
 
 
 def decode_sampling(data: bytes) -> SamplingParams:

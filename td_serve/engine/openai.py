@@ -26,6 +26,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from td_serve.config import EngineConfig, FrontendConfig
+from td_serve.engine.arguments import structured_outputs
 from td_serve.engine.remote import ORIGIN_ARG, RemoteEngine, Serve
 from td_serve.engine.versions import check_vllm
 from td_serve.errors import BadRequest, RequestError, TooLarge
@@ -87,6 +88,7 @@ class OpenAIFrontend:
             max_model_len=engine.max_model_len,
             block_size=engine.block_size,
             enforce_eager=True,
+            structured_outputs_config=structured_outputs(engine),
             **{name: engine.extra[name] for name in _OF_THE_MODEL if name in engine.extra},
         ).create_engine_config()
         remote = RemoteEngine(config, serve)

@@ -17,6 +17,7 @@ from td_serve.errors import RequestError
 from td_serve.serve.calls import answer, ask, ask_all, start, stream
 from td_serve.serve.remotes import RemoteDirectory
 from td_serve.serve.routing import towards
+from td_serve.tasks import Tasks
 from td_serve.types import (
     ConversationKey,
     Delta,
@@ -46,7 +47,7 @@ class RayEngines:
         self._prefill = prefill
         self._decode = decode
         self._directory = RemoteDirectory(directory)
-        self._watched: set[asyncio.Task[None]] = set()
+        self._watched = Tasks()
 
     async def prefill(self, request: GenerateRequest) -> Handover:
         handle = await self._find(request.conversation)
@@ -97,10 +98,8 @@ class RayEngines:
 
     def _watch(self, response: DeploymentResponse) -> None:
         """A prefill that was cancelled may have won the race: then give its blocks back."""
-        task = asyncio.get_running_loop().create_task(self._release_if_done(response))
-        self._watched.add(task)
-        task.add_done_callback(self._watched.discard)
+        self._watched.run(self._release_if_done(response))
 
     async def _release_if_done(self, response: DeploymentResponse) -> None:
-        with contextlib.suppress(RequestError, asyncio.CancelledError):
+        with contextlib.suppress(asyncio.CancelledError):
             await self.release(unpack(await answer(response), Handover))

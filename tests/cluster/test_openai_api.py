@@ -183,6 +183,15 @@ async def test_async_client_with_many_requests_at_once(cluster: Cluster) -> None
         ({"td_round": {"sim": "s"}}, 400, "td_round"),
         ({"top_logprobs": 99, "logprobs": True}, 400, "logprobs"),
         ({"stop_token_ids": [10**9]}, 400, "stop_token_ids"),
+        ({"n": 129}, 400, "n"),
+        (
+            {
+                "messages": [{"role": "user", "content": "w " * 200_000}],
+                "truncate_prompt_tokens": 9,
+            },
+            413,
+            "truncate_prompt_tokens",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -205,3 +214,38 @@ def test_not_json(client: openai.OpenAI) -> None:
     )
     assert answer.status_code == 400
     assert "JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [10**6]])
+def test_prompts_that_are_none_are_refused(client: openai.OpenAI, prompt: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        client.completions.create(model=MODEL, prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"regex": r"\p{L}+"},
+        {"regex": "(?i)abc"},
+        {"regex": r"[^\x00-\U0010ffff]"},
+        {"grammar": "root ::= root"},
+        {"json": {"$ref": "#"}},
+    ],
+    ids=str,
+)
+def test_a_grammar_that_cannot_be_is_the_clients_fault_whoever_came_before(
+    client: openai.OpenAI, cluster: Cluster, grammar: dict[str, Any]
+) -> None:
+    """Some are refused before they are prefilled, some only the decode engine can tell."""
+
+    def ask(wanted: dict[str, Any]) -> str | None:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=HELLO, max_tokens=4, extra_body={"structured_outputs": wanted}
+        )
+        return answer.choices[0].message.content
+
+    assert set(ask({"regex": "[ab]+"}) or "") <= {"a", "b"}
+    with pytest.raises(openai.BadRequestError, match=r"(?i)regex|grammar"):
+        ask(grammar)
+    assert set(ask({"regex": "[cd]+"}) or "") <= {"c", "d"}
+    cluster.wait_until_idle()

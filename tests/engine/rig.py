@@ -8,11 +8,10 @@ from pathlib import Path
 
 import psutil
 from vllm import LLM, SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from td_serve.config import ConversationConfig, EngineConfig, NixlConfig
 from td_serve.conversations import key
-from td_serve.engine.codec import encode_sampling
+from td_serve.engine.codec import greedy_sampling
 from td_serve.types import ConversationKey, GenerateRequest, RequestId
 
 BLOCK = 32
@@ -67,14 +66,7 @@ def make_request(
     return GenerateRequest(
         request_id=RequestId(f"turn-{next(_numbers)}"),
         prompt_token_ids=prompt,
-        sampling=encode_sampling(
-            SamplingParams(
-                temperature=0,
-                max_tokens=max_tokens,
-                ignore_eos=True,
-                output_kind=RequestOutputKind.DELTA,
-            )
-        ),
+        sampling=greedy_sampling(max_tokens),
         conversation=conversation,
     )
 

@@ -244,6 +244,21 @@ async def test_a_deleted_conversation_is_computed_anew(rig: Rig) -> None:
     assert handover.read is None
 
 
+async def test_a_client_that_leaves_before_it_has_learnt_of_the_lease_leaves_none(rig: Rig) -> None:
+    """The engine has finished and granted it; the last delta has not been taken."""
+    conversation, prompt = new_conversation(), some_tokens(150, 15)
+    request = make_request(prompt, conversation)
+    deltas = rig.decode.decode(request, await rig.engines.prefill(request))
+    tokens = 0
+    while tokens < 7:
+        tokens += sum(len(choice.token_ids) for choice in (await anext(deltas)).choices)
+    async with asyncio.timeout(20):
+        while not (await rig.decode.lease_counts()).live:  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.05)
+    await deltas.aclose()
+    await rig.settle()
+
+
 async def test_leases_go_before_a_live_request_is_preempted_or_waits(rig: Rig) -> None:
     """The pool holds 2,304 tokens; ten conversations of 470 want more than twice as much."""
     conversations = {new_conversation(): some_tokens(470, 20 + n) for n in range(10)}
@@ -328,9 +343,9 @@ async def test_a_hold_that_is_over_before_the_read_begins_is_not_read(
 ) -> None:
     conversation, prompt = new_conversation(), some_tokens(150, 52)
     answer, _ = await rig.turn(prompt, conversation)
-    monkeypatch.setattr(rig.prefill, "_keeper", Impatient(rig.decode, 0.3))
-    hurried = msgspec.structs.replace(rig.prefill._conversations, read_patience_s=0.2)
-    monkeypatch.setattr(rig.prefill, "_conversations", hurried)
+    monkeypatch.setattr(rig.prefill.reading, "keeper", Impatient(rig.decode, 0.3))
+    hurried = msgspec.structs.replace(rig.prefill.reading.settings, read_patience_s=0.2)
+    monkeypatch.setattr(rig.prefill.reading, "settings", hurried)
     prompt = prompt + answer + some_tokens(20, 53)
     answer, handover = await rig.turn(prompt, conversation)
     assert answer == rig.wanted(prompt)
@@ -357,11 +372,11 @@ async def test_a_read_that_was_not_over_in_time_is_thrown_away(
             await rig.engines.release(await rig.engines.prefill(busy))
 
     work = asyncio.create_task(keep_busy())
-    patience = rig.prefill._conversations
+    patience = rig.prefill.reading.settings
     failed = 0
     for patience_ms in itertools.chain.from_iterable(itertools.repeat(range(10, 130, 5), 4)):
         hurried = msgspec.structs.replace(patience, read_patience_s=patience_ms / 1000)
-        monkeypatch.setattr(rig.prefill, "_conversations", hurried)
+        monkeypatch.setattr(rig.prefill.reading, "settings", hurried)
         # Without a conversation of its own: the one that is read from stays as it is.
         request = make_request(prompt, None)
         handover = await rig.prefill.prefill(request, rig.handle(conversation))
@@ -377,14 +392,14 @@ async def test_a_read_that_was_not_over_in_time_is_thrown_away(
 
 async def test_the_threshold_finds_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a few turns it is measured what both ways take, and no guess counts any more."""
-    auto = msgspec.structs.replace(rig.prefill._conversations, kv_recompute_threshold="auto")
-    monkeypatch.setattr(rig.prefill, "_conversations", auto)
+    auto = msgspec.structs.replace(rig.prefill.reading.settings, kv_recompute_threshold="auto")
+    monkeypatch.setattr(rig.prefill.reading, "settings", auto)
     conversation, prompt = new_conversation(), some_tokens(200, 60)
     for number in range(4):
         answer, _ = await rig.turn(prompt, conversation)
         assert answer == rig.wanted(prompt)
         prompt = prompt + answer + some_tokens(40, 61 + number)
-    assert rig.prefill._least_tokens() != 64
+    assert rig.prefill.reading.least_tokens != 64
 
 
 async def test_a_request_that_grows_takes_leases_and_is_not_preempted(rig: Rig) -> None:

@@ -1,0 +1,146 @@
+"""A decode engine's host, when it keeps turns: ordering leases, and answering for them.
+
+`leasing` is the other half, in the engine's scheduler.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from td_serve.engine.leasing import LEASE, Granted, LeaseClient, LeaseCounts, LeaseOrder
+from td_serve.handles import digests, same
+from td_serve.tasks import Tasks
+from td_serve.types import (
+    ConversationKey,
+    Epoch,
+    GenerateRequest,
+    Handle,
+    LeaseId,
+    ReaderId,
+    ReplicaId,
+)
+
+
+class LeaseSocket:
+    """Where an engine and its host meet about leases; nobody else can open it."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="td-leases-"))
+        self.address = f"ipc://{self._directory}/socket"
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine's blocks are read: what its handles have in common (see `types.Handle`)."""
+
+    replica: ReplicaId
+    epoch: Epoch
+    host: str
+    port: int
+    tp_size: int
+
+
+class Keeping:
+    """The turns that one decode engine keeps. `wake` has the engine take a step."""
+
+    def __init__(self, socket: LeaseSocket, place: Place, wake: Callable[[], Awaitable[None]]):
+        self._client = LeaseClient(socket.address)
+        self._socket = socket
+        self._place = place
+        self._wake = wake
+        self._tasks = Tasks()
+        self._kept: dict[ConversationKey, Handle] = {}
+        """As granted; some may have ended since `counts` was last asked."""
+
+    @property
+    def turns(self) -> int:
+        """How many turns are kept."""
+        return len(self._kept)
+
+    def order(self, request: GenerateRequest) -> dict[str, Any]:
+        """The KV transfer parameters that have a turn kept; empty where it shall not be."""
+        if request.conversation is None or request.n > 1:
+            return {}
+        order = LeaseOrder(id=LeaseId(uuid.uuid4().hex), conversation=request.conversation)
+        return {LEASE: msgspec.to_builtins(order)}
+
+    def handle(
+        self,
+        request: GenerateRequest,
+        generated: list[int],
+        kv: Mapping[str, Any] | None,
+        prefilled_by: ReplicaId | None,
+    ) -> Handle | None:
+        """The handle of a finished turn, if its KV is kept; `kv` is what it finished with."""
+        if request.conversation is None or kv is None or LEASE not in kv:
+            return None
+        granted = msgspec.convert(kv[LEASE], Granted)
+        tokens = [*request.prompt_token_ids, *generated][: granted.tokens]
+        whole = len(tokens) // granted.block_size * granted.block_size
+        handle = Handle(
+            **msgspec.structs.asdict(self._place),
+            lease=granted.id,
+            conversation=request.conversation,
+            block_size=granted.block_size,
+            block_ids=[granted.block_ids],
+            tokens=len(tokens),
+            digests=digests(tokens, granted.block_size, request.cache_salt),
+            tail=tokens[whole:],
+            remaining_s=granted.ttl_s,
+            prefilled_by=prefilled_by,
+        )
+        self._kept[request.conversation] = handle
+        return handle
+
+    def cancel(self, order: Mapping[str, Any]) -> None:
+        """Nobody has learnt of the lease that a turn ordered: end it, if it was granted."""
+
+        async def cancel() -> None:
+            if await self._client.end(msgspec.convert(order[LEASE], LeaseOrder).id):
+                await self._wake()
+
+        if order:
+            self._tasks.run(cancel())
+
+    async def hold(self, handle: Handle, reader: ReaderId, for_s: float) -> bool:
+        """See `handles.Keeper`. What is not exactly as it was granted is not kept."""
+        ours = self._kept.get(handle.conversation)
+        if ours is None or not same(handle, ours):
+            return False
+        return await self._client.hold(handle.lease, reader, for_s)
+
+    async def let_go(self, handle: Handle, reader: ReaderId) -> None:
+        """See `handles.Keeper`."""
+        await self._client.let_go(handle.lease, reader)
+
+    async def forget(self, conversation: ConversationKey) -> bool:
+        """Free what is kept for a conversation. Says whether anything was. Raises Unavailable."""
+        forgotten = await self._client.forget(conversation)
+        if forgotten:
+            await self._wake()
+        return forgotten
+
+    async def counts(self) -> LeaseCounts:
+        """The leases right now; also has the engine free what has ended. Raises Unavailable."""
+        before = list(self._kept.values())
+        counts = await self._client.counts()
+        for handle in before:
+            # One that was granted while we asked is not among the live ones yet.
+            if handle.lease not in counts.live and self._kept.get(handle.conversation) is handle:
+                del self._kept[handle.conversation]
+        if counts.unfreed:
+            await self._wake()
+        return counts
+
+    def close(self) -> None:
+        self._client.close()
+        self._socket.close()
