@@ -59,7 +59,8 @@ class NixlConfig(_Config, frozen=True, kw_only=True):
     NIXL agent must report every one at start-up: UCX falls back to slower ones silently, and then
     the replica refuses to start. `host` is the address that peers connect to; None means the
     machine's own. `port_range` is where replicas that share a host take their side-channel ports
-    from, first and last port. `lease_s` ends a prefill engine's pin on blocks nobody reads.
+    from, first and last port. `lease_s` ends a prefill engine's pin on blocks nobody reads; it is
+    renewed every sixth of it, in whole seconds, while they are waited for.
     `progress_delay_us` is how long NIXL's progress thread may sleep when nothing arrives; 0 makes
     it poll without rest, on a core of its own.
     """
@@ -69,7 +70,7 @@ class NixlConfig(_Config, frozen=True, kw_only=True):
     port_range: tuple[Port, Port] = (20500, 21499)
     env: dict[str, str] = {}
     require_transports: list[str] = []
-    lease_s: Positive = 30
+    lease_s: Annotated[int, msgspec.Meta(ge=6)] = 30
     progress_delay_us: NonNegative = 1000
 
 

@@ -18,7 +18,15 @@ from dataclasses import dataclass
 import msgspec
 
 from td_serve.conversations import tenant_of
-from td_serve.types import ConversationKey, Epoch, Handle, LeaseId, ReplicaId, ReplicaState
+from td_serve.types import (
+    ConversationKey,
+    Epoch,
+    Handle,
+    LeaseId,
+    Registered,
+    ReplicaId,
+    ReplicaState,
+)
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,12 @@ class KVDirectory:
         self._entries: dict[ReplicaId, _Entry] = {}
         self._tenants: dict[str, OrderedDict[ConversationKey, _Kept]] = {}
         self._handles = 0
+        self._superseded: dict[ReplicaId, list[LeaseId]] = {}
 
-    def register(self, state: ReplicaState) -> Epoch:
-        """Enter or renew a replica. Returns this directory's epoch."""
+    def register(self, state: ReplicaState) -> Registered:
+        """Enter or renew a replica; says, once, which of its leases have become useless."""
         self._entries[state.replica] = _Entry(state, self._clock() + self._ttl_s)
-        return self.epoch
+        return Registered(epoch=self.epoch, superseded=self._superseded.pop(state.replica, []))
 
     def replicas(self) -> list[ReplicaState]:
         """Replicas that are alive, by id. Mutates: forgets the expired ones."""
@@ -66,18 +75,29 @@ class KVDirectory:
         self._entries = {
             replica: entry for replica, entry in self._entries.items() if entry.expires_at > now
         }
+        for gone in self._superseded.keys() - self._entries.keys():
+            del self._superseded[gone]
         return [self._entries[replica].state for replica in sorted(self._entries)]
 
-    def keep(self, handle: Handle) -> Epoch:
-        """Enter a conversation's newest handle. Returns this directory's epoch."""
+    def keep(self, handle: Handle) -> None:
+        """Enter a conversation's handle, unless another replica has one that lasts longer.
+
+        After a restart two replicas may each tell of a turn: the one used last is the newer.
+        """
         tenant = self._tenants.setdefault(tenant_of(handle.conversation), OrderedDict())
-        self._handles += handle.conversation not in tenant
-        tenant[handle.conversation] = _Kept(handle, self._clock() + handle.remaining_s)
+        new = _Kept(handle, self._clock() + handle.remaining_s)
+        known = tenant.get(handle.conversation)
+        if known is not None and known.handle.replica != handle.replica:
+            old = min(known, new, key=lambda one: one.expires_at)
+            self._superseded.setdefault(old.handle.replica, []).append(old.handle.lease)
+            if old is new:
+                return
+        self._handles += known is None
+        tenant[handle.conversation] = new
         tenant.move_to_end(handle.conversation)
         while self._handles > self._handles_kept:
             largest = max(self._tenants.values(), key=len)
             self._drop(next(iter(largest)))
-        return self.epoch
 
     def find(self, conversation: ConversationKey) -> Handle | None:
         """A conversation's handle, to be asked for at its engine, which starts its time anew."""

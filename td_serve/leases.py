@@ -51,6 +51,20 @@ class Lease(msgspec.Struct, kw_only=True):
         return any(until > now for until in self.holds.values())
 
 
+class LeaseCounts(msgspec.Struct, frozen=True):
+    """The live leases with their remaining seconds, the blocks kept, and why others ended.
+
+    Of the blocks, `held` are being read, and `unfreed` those of leases that have ended and nobody
+    has taken.
+    """
+
+    live: dict[LeaseId, float]
+    blocks: int
+    held: int
+    unfreed: int
+    ends: dict[End, int]
+
+
 class LeaseTable:
     """All leases of one engine. Not thread-safe: its owner serialises the calls.
 
@@ -122,11 +136,9 @@ class LeaseTable:
         if lease is None:
             return False
         now = self._clock()
-        if not lease.is_held(now) and self.most_held is not None:
-            kept = [*self._live.values(), *self._ending.values()]
-            held = sum(len(one.blocks) for one in kept if one.is_held(now))
-            if held + len(lease.blocks) > self.most_held:
-                return False
+        more = 0 if lease.is_held(now) else len(lease.blocks)
+        if self.most_held is not None and self._held(now) + more > self.most_held:
+            return False
         lease.expires_at = now + self.ttl_s
         lease.holds = {one: until for one, until in lease.holds.items() if until > now}
         lease.holds[reader] = now + for_s
@@ -187,11 +199,17 @@ class LeaseTable:
         self._ended = []
         return ended
 
-    def known(self) -> dict[LeaseId, float]:
-        """The live leases and their remaining seconds."""
+    def counts(self) -> LeaseCounts:
+        """Where this table stands."""
         self.expire()
         now = self._clock()
-        return {lease.id: lease.expires_at - now for lease in self._live.values()}
+        return LeaseCounts(
+            live={lease.id: lease.expires_at - now for lease in self._live.values()},
+            blocks=self.blocks,
+            held=self._held(now),
+            unfreed=self.unfreed,
+            ends=dict(self.ends),
+        )
 
     def check_integrity(self) -> None:
         """Each live lease is some conversation's newest. Raises AssertionError."""
@@ -199,6 +217,11 @@ class LeaseTable:
         for conversation, lease_id in self._newest.items():
             assert self._live[lease_id].conversation == conversation, "another's lease"
         assert not self._live.keys() & self._ending.keys(), "a lease that has ended and lives"
+
+    def _held(self, now: float) -> int:
+        """Blocks that readers have been promised."""
+        kept = [*self._live.values(), *self._ending.values()]
+        return sum(len(one.blocks) for one in kept if one.is_held(now))
 
     def _end(self, lease_id: LeaseId, why: End) -> None:
         lease = self._live.pop(lease_id)

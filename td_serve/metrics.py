@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from td_serve.leases import End
+
 
 class Counter(Protocol):
     def inc(self, value: float = 1.0) -> None: ...
@@ -72,6 +74,15 @@ class Metrics:
         )
         self.tokens_read = meter.counter("td_kv_read_tokens_total", "Tokens read back.")
         self.bytes_read = meter.counter("td_kv_read_bytes_total", "Bytes read back.")
+        self.lease_ends = {
+            why: meter.counter(f"td_kv_lease_{why.value}_total", text)
+            for why, text in (
+                (End.EXPIRED, "Kept turns that nobody came back for in time."),
+                (End.SUPERSEDED, "Kept turns that a newer turn took the place of."),
+                (End.DELETED, "Kept turns that were given up, or whose conversation was."),
+                (End.RECLAIMED, "Kept turns whose room live requests needed."),
+            )
+        }
         self.leases = meter.gauge("td_kv_lease_active", "Turns kept for a next one here.")
         self.directory_epoch = meter.gauge(
             "td_directory_epoch", "Birth number of the directory this replica is registered with."

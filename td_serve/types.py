@@ -320,6 +320,14 @@ class ReplicaState(_Wire, tag="replica-state", frozen=True, kw_only=True):
     leases: int = 0
 
 
+class Registered(_Wire, tag="registered", frozen=True, kw_only=True):
+    """What the directory answers to a replica: its own birth, and which of the replica's leases
+    are of turns after which another replica keeps a newer one."""
+
+    epoch: Epoch
+    superseded: list[LeaseId] = []
+
+
 Message = (
     Membership
     | GenerateRequest
@@ -331,6 +339,7 @@ Message = (
     | MemberHandover
     | RoundRecord
     | ReplicaState
+    | Registered
 )
 M = TypeVar("M", bound=Message)
 

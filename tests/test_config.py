@@ -267,7 +267,7 @@ configs = st.builds(
         port_range=st.tuples(ports, ports),
         env=env,
         require_transports=st.lists(words, max_size=2),
-        lease_s=positive,
+        lease_s=st.integers(6, 3600),
         progress_delay_us=st.integers(0, 10**6),
     ),
     frontend=st.builds(

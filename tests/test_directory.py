@@ -46,8 +46,8 @@ def test_an_entry_lives_for_its_time_and_renewal_starts_it_anew() -> None:
 
 def test_every_registration_answers_with_the_directorys_birth() -> None:
     first, second = KVDirectory(clock=Clock()), KVDirectory(clock=Clock())
-    assert first.register(state("a")) == first.register(state("b")) == first.epoch
-    assert second.register(state("a")) != first.epoch
+    assert first.register(state("a")).epoch == first.register(state("b")).epoch == first.epoch
+    assert second.register(state("a")).epoch != first.epoch
 
 
 def handle_of(tenant: str, conversation: str, lease: str = "one") -> Handle:
@@ -61,7 +61,7 @@ def test_the_newest_handle_of_a_conversation_is_found_as_long_as_it_is_used() ->
     directory = KVDirectory(clock=clock)
     directory.keep(handle_of("t", "c"))
     newest = handle_of("t", "c", "two")
-    assert directory.keep(newest) == directory.epoch
+    directory.keep(newest)
     clock.now += 400.0
     assert directory.find(newest.conversation) == msgspec.structs.replace(newest, remaining_s=80.0)
     clock.now += 400.0
@@ -80,6 +80,47 @@ def test_a_lease_that_has_ended_takes_only_its_own_handle_along() -> None:
     directory.drop([(kept.conversation, LeaseId("two"))])
     assert directory.find(kept.conversation) is None
     directory.check_integrity()
+
+
+def kept_by(replica: str, lease: str, remaining_s: float = 480.0) -> Handle:
+    return msgspec.structs.replace(
+        handle_of("t", "c", lease), replica=ReplicaId(replica), remaining_s=remaining_s
+    )
+
+
+def test_a_conversation_that_moves_leaves_a_lease_that_its_replica_is_told_of_once() -> None:
+    directory = KVDirectory(clock=Clock())
+    directory.keep(kept_by("d1", "one"))
+    directory.keep(kept_by("d2", "two"))
+    assert directory.register(state("d2")).superseded == []
+    assert directory.register(state("d1")).superseded == ["one"]
+    assert directory.register(state("d1")).superseded == []
+    directory.drop([(key("t", "c"), LeaseId("one"))])
+    assert directory.find(key("t", "c")) == kept_by("d2", "two")
+
+
+def test_of_two_replicas_that_tell_of_a_turn_the_one_used_last_counts() -> None:
+    """A new directory hears of both, in any order."""
+    older, newer = kept_by("d1", "one", 100.0), kept_by("d2", "two", 400.0)
+    for told in ((older, newer), (newer, older)):
+        directory = KVDirectory(clock=Clock())
+        for handle in told:
+            directory.keep(handle)
+        assert directory.find(key("t", "c")) == newer
+        assert directory.register(state("d1")).superseded == ["one"]
+        assert directory.register(state("d2")).superseded == []
+        directory.check_integrity()
+
+
+def test_a_replica_that_has_gone_is_told_nothing_and_nothing_is_kept_for_it() -> None:
+    clock = Clock()
+    directory = KVDirectory(ttl_s=10.0, clock=clock)
+    directory.register(state("d1"))
+    directory.keep(kept_by("d1", "one"))
+    directory.keep(kept_by("d2", "two"))
+    clock.now += 10.0
+    assert directory.replicas() == []
+    assert directory.register(state("d1")).superseded == []
 
 
 def test_a_tenant_with_many_conversations_pushes_out_its_own() -> None:

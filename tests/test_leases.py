@@ -42,9 +42,9 @@ def test_a_lease_lasts_its_time_and_a_reader_starts_it_anew(rig: Rig) -> None:
     rig.grant("two")
     rig.clock.now += TTL - 1
     assert rig.hold("two", for_s=1.0)
-    assert rig.table.known() == {"one": 1.0, "two": TTL}
+    assert rig.table.counts().live == {"one": 1.0, "two": TTL}
     rig.clock.now += 1
-    assert rig.table.known() == {"two": TTL - 1}
+    assert rig.table.counts().live == {"two": TTL - 1}
     assert not rig.hold("one")
     assert rig.taken() == ["one"]
     rig.clock.now += TTL
@@ -63,7 +63,7 @@ def test_a_longer_lease_does_not_shield_one_that_is_over(rig: Rig) -> None:
     rig.grant("third")
     rig.clock.now += 1
     rig.table.expire()
-    assert rig.table.known().keys() == {"third", "first"}
+    assert rig.table.counts().live.keys() == {"third", "first"}
     assert rig.taken() == ["second"]
 
 
@@ -111,7 +111,7 @@ def test_room_is_made_by_the_cheapest_and_never_from_under_a_reader(rig: Rig) ->
     assert rig.taken() == ["cheap", "middling"]
     assert rig.table.reclaim(100) == 18
     assert rig.table.reclaim(1) == 0
-    assert rig.table.known().keys() == {"held"}
+    assert rig.table.counts().live.keys() == {"held"}
     assert rig.table.ends == {End.RECLAIMED: 3}
 
 

@@ -27,6 +27,7 @@ from td_serve.types import (
     Membership,
     Mode,
     Placement,
+    Registered,
     ReplicaId,
     ReplicaState,
     RequestId,
@@ -191,6 +192,11 @@ messages: dict[type, st.SearchStrategy[Any]] = {
         running=counts,
         waiting=counts,
         kv_usage=st.floats(0, 1),
+    ),
+    Registered: st.builds(
+        Registered,
+        epoch=counts.map(Epoch),
+        superseded=st.lists(words.map(LeaseId), max_size=2),
     ),
 }
 kinds = sorted(messages, key=lambda kind: kind.__name__)

@@ -34,12 +34,12 @@ from td_serve.engine.codec import decode_sampling, to_delta
 from td_serve.engine.gauges import Gauges
 from td_serve.engine.generation import generate
 from td_serve.engine.keeping import Keeping, LeaseSocket, Place
-from td_serve.engine.leasing import LeaseCounts
 from td_serve.engine.reading import Reading
-from td_serve.engine.reads import READ
+from td_serve.engine.reads import FOUND, PINNED_UNTIL, Found
 from td_serve.engine.versions import check_vllm
 from td_serve.errors import EngineFailure, RequestError, Unavailable
 from td_serve.handles import Keeper
+from td_serve.leases import LeaseCounts
 from td_serve.transfer.nixl import UcxLog, assert_transports, engine_env, side_channel_host
 from td_serve.transfer.ports import PortLease, lease_ports
 from td_serve.types import (
@@ -52,7 +52,6 @@ from td_serve.types import (
     Handover,
     LeaseId,
     MemberHandover,
-    Read,
     ReaderId,
     ReplicaId,
     ReplicaState,
@@ -60,6 +59,7 @@ from td_serve.types import (
     RoundPrefill,
 )
 
+_DRAIN_LOOKS_UP_S = 0.1
 _NOTHING_HANDED_OVER: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -141,7 +141,8 @@ class EngineHost:
             **engine.env,
             **engine_env(nixl, host=host, port=port.first, log=ucx_log),
         }
-        leases = LeaseSocket() if role == "decode" and conversations.bidirectional_kv_xfer else None
+        keeps = role == "decode" and conversations.bidirectional_kv_xfer
+        leases = LeaseSocket(port) if keeps else None
         llm: AsyncLLM | None = None
         try:
             transfer = transfer_arguments(
@@ -205,17 +206,16 @@ class EngineHost:
         if last is None or last.kv_transfer_params is None:
             raise EngineFailure(f"request {request.request_id}: prefill left no KV to hand over")
         kv = dict(last.kv_transfer_params)
-        read = msgspec.convert(kv.pop(READ, None), Read | None)
-        cached = last.num_cached_tokens or 0
-        self.reading.learn(len(request.prompt_token_ids) - cached, took, read, handle)
+        found = msgspec.convert(kv.pop(FOUND), Found)
+        self.reading.learn(len(request.prompt_token_ids) - found.cached, took, found.read, handle)
         return Handover(
             request_id=request.request_id,
             replica=self.replica,
             kv=kv,
             lease_s=self._lease_s,
             prompt_tokens=len(request.prompt_token_ids),
-            cached_tokens=cached,
-            read=read,
+            cached_tokens=found.cached,
+            read=found.read,
             kept_by=None if handle is None else handle.replica,
         )
 
@@ -271,6 +271,7 @@ class EngineHost:
             raise EngineFailure(
                 f"request {request.request_id} came with the handover of {handover.request_id}"
             )
+        pinned = {} if handover is None else self._pinned(handover)
         first = True
         order: dict[str, Any] = {}
         try:
@@ -280,9 +281,9 @@ class EngineHost:
             if handover is not None and request.n > 1:
                 # vLLM gives each continuation the same handle, and a handle serves one read: read
                 # the prompt once, then let all continuations hit this engine's own prefix cache.
-                await self._pull(request, handover)
-            elif handover is not None:
-                kept = {**handover.kv, **kept}
+                await self._pull(request, pinned)
+            else:
+                kept = {**pinned, **kept}
             if kept:
                 params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": kept}
             generated: list[int] = []
@@ -343,11 +344,36 @@ class EngineHost:
         """Free what is kept for a conversation. Says whether anything was. Raises Unavailable."""
         return self._keeping is not None and await self._keeping.forget(conversation)
 
+    async def end_lease(self, lease: LeaseId) -> None:
+        """Free what one lease keeps, if it has not ended yet. Raises Unavailable."""
+        if self._keeping is not None:
+            await self._keeping.end(lease)
+
     async def lease_counts(self) -> LeaseCounts:
         """The leases right now; also has the engine free what has ended. Raises Unavailable."""
         if self._keeping is None:
-            return LeaseCounts(live={}, blocks=0, unfreed=0, ends={})
+            return LeaseCounts(live={}, blocks=0, held=0, unfreed=0, ends={})
         return await self._keeping.counts()
+
+    async def drain(self) -> None:
+        """Wait until nobody reads from this engine any more; at most as long as anybody may.
+
+        Raises Unavailable.
+        """
+        may_read_s = (
+            self._lease_s if self.role == "prefill" else self.reading.settings.read_patience_s
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(may_read_s):
+                while await self._is_read():  # noqa: ASYNC110 - another process's word
+                    await asyncio.sleep(_DRAIN_LOOKS_UP_S)
+
+    async def _is_read(self) -> bool:
+        """Whether anybody reads from this engine, or has been promised to."""
+        if self.role == "prefill":
+            await self.check_health()
+            return self._gauges.kv_usage > 0  # all that is used is pinned: nothing else is left
+        return (await self.lease_counts()).held > 0
 
     async def retained_share(self) -> float:
         """The share of the KV pool that is kept for next turns, 0 to 1. Raises Unavailable."""
@@ -363,10 +389,6 @@ class EngineHost:
     def vocabulary(self) -> int:
         """How many tokens the model knows."""
         return int(self._llm.model_config.get_vocab_size())
-
-    async def live_leases(self) -> set[LeaseId]:
-        """The leases that have not ended. Raises Unavailable."""
-        return set((await self.lease_counts()).live)
 
     def state(self) -> ReplicaState:
         """Who this engine is and what it holds right now."""
@@ -406,14 +428,20 @@ class EngineHost:
         except EngineDeadError as error:
             raise Unavailable(f"{self.replica}: the engine has died") from error
 
-    async def _pull(self, request: GenerateRequest, handover: Handover) -> None:
+    @staticmethod
+    def _pinned(handover: Handover) -> dict[str, Any]:
+        """The KV transfer parameters with which this engine reads `handover`, just received."""
+        # Whoever sent it has not waited longer than for the first half.
+        return {**handover.kv, PINNED_UNTIL: time.monotonic() + handover.lease_s / 2}
+
+    async def _pull(self, request: GenerateRequest, pinned: dict[str, Any]) -> None:
         """Read a handed-over prompt into this engine's prefix cache."""
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={"kv_transfer_params": handover.kv},
+            extra_args={"kv_transfer_params": pinned},
         )
         async for _ in self._generate(request, params):
             pass

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from td_serve.engine.leasing import LEASE, Granted, LeaseClient, LeaseCounts, LeaseOrder
+from td_serve.engine.leasing import LEASE, Granted, LeaseClient, LeaseOrder
 from td_serve.handles import digests, same
+from td_serve.leases import LeaseCounts
 from td_serve.tasks import Tasks
+from td_serve.transfer.ports import PortLease
 from td_serve.types import (
     ConversationKey,
     Epoch,
@@ -29,14 +28,14 @@ from td_serve.types import (
 
 
 class LeaseSocket:
-    """Where an engine and its host meet about leases; nobody else can open it."""
+    """Where an engine and its host meet about leases; no other user can open it."""
 
-    def __init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="td-leases-"))
-        self.address = f"ipc://{self._directory}/socket"
+    def __init__(self, port: PortLease) -> None:
+        self._path = port.folder / f"{port.first}.leases"
+        self.address = f"ipc://{self._path}"
 
     def close(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._path.unlink(missing_ok=True)
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,12 +103,13 @@ class Keeping:
     def cancel(self, order: Mapping[str, Any]) -> None:
         """Nobody has learnt of the lease that a turn ordered: end it, if it was granted."""
 
-        async def cancel() -> None:
-            if await self._client.end(msgspec.convert(order[LEASE], LeaseOrder).id):
-                await self._wake()
-
         if order:
-            self._tasks.run(cancel())
+            self._tasks.run(self.end(msgspec.convert(order[LEASE], LeaseOrder).id))
+
+    async def end(self, lease: LeaseId) -> None:
+        """End a lease, if it has not ended yet. Raises Unavailable."""
+        if await self._client.end(lease):
+            await self._wake()
 
     async def hold(self, handle: Handle, reader: ReaderId, for_s: float) -> bool:
         """See `handles.Keeper`. What is not exactly as it was granted is not kept."""

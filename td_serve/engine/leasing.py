@@ -2,7 +2,7 @@
 
 Two threads meet here. The scheduler's own grants leases, frees what they held and reclaims them
 when live requests need room: it alone touches the block pool. The server's answers the engine's
-host, over a Unix socket: may this reader read (`hold`), what is there (`known`). One lock is
+host, over a Unix socket: may this reader read (`hold`), what is there (`counts`). One lock is
 between them, so that a lease is never promised to a reader and reclaimed at the same moment.
 
 A leased block has one reference more than its users, like one in use: vLLM frees the finished
@@ -23,7 +23,7 @@ import zmq.asyncio
 from vllm.v1.request import RequestStatus
 
 from td_serve.errors import Unavailable
-from td_serve.leases import LeaseTable
+from td_serve.leases import LeaseCounts, LeaseTable
 from td_serve.types import ConversationKey, LeaseId
 
 log = logging.getLogger(__name__)
@@ -52,19 +52,6 @@ class Granted(msgspec.Struct, frozen=True):
     block_size: int
     block_ids: list[int]
     ttl_s: float
-
-
-class LeaseCounts(msgspec.Struct, frozen=True):
-    """The live leases with their remaining seconds, the blocks kept, and why others ended.
-
-    `unfreed` of the blocks are those of leases that have ended: the scheduler frees them when it
-    next has anything to do.
-    """
-
-    live: dict[LeaseId, float]
-    blocks: int
-    unfreed: int
-    ends: dict[str, int]
 
 
 class LeaseKeeper:
@@ -196,12 +183,7 @@ class LeaseKeeper:
                 case ["forget", conversation]:
                     return self._table.forget(conversation)
                 case ["counts"]:
-                    return LeaseCounts(
-                        live=self._table.known(),
-                        blocks=self._table.blocks,
-                        unfreed=self._table.unfreed,
-                        ends={why.value: count for why, count in self._table.ends.items()},
-                    )
+                    return self._table.counts()
         raise ValueError(f"unknown question {ask!r}")
 
 
@@ -257,6 +239,7 @@ class LeaseClient:
         await self._ask("let_go", lease_id, reader)
 
     async def end(self, lease_id: LeaseId) -> bool:
+        """End a lease. False: it has ended already."""
         return bool(await self._ask("end", lease_id))
 
     async def forget(self, conversation: ConversationKey) -> bool:

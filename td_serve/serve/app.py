@@ -47,7 +47,6 @@ from td_serve.serve.routing import AffinityRouter, replica_name
 from td_serve.types import (
     ConversationKey,
     Delta,
-    Epoch,
     GenerateRequest,
     Handle,
     LeaseId,
@@ -146,8 +145,8 @@ class KVDirectory:
         _log_to_stderr()
         self._directory = Directory()
 
-    async def register(self, packed: bytes) -> Epoch:
-        return self._directory.register(unpack(packed, ReplicaState))
+    async def register(self, packed: bytes) -> bytes:
+        return pack(self._directory.register(unpack(packed, ReplicaState)))
 
     async def keep(self, packed: bytes) -> None:
         self._directory.keep(unpack(packed, Handle))
@@ -191,8 +190,10 @@ class _EngineDeployment(EngineReplica):
         # Only the end of the process takes the replica out of every router at once.
         super().__init__(host, RemoteDirectory(directory), _metrics(), leave=lambda: os._exit(1))
 
-    def __del__(self) -> None:
+    async def __del__(self) -> None:
+        # Serve calls this, and awaits it, when the replica has answered all that it was asked.
         if hasattr(self, "_host"):
+            await self.drain()
             self.close()
 
 

@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from td_serve.errors import Unavailable
 from td_serve.serve.calls import ask, ask_all
 from td_serve.serve.routing import towards
-from td_serve.types import ConversationKey, Epoch, Handle, ReaderId, ReplicaState, pack, unpack
+from td_serve.types import ConversationKey, Handle, ReaderId, Registered, ReplicaState, pack, unpack
 
 T = TypeVar("T")
 _PATIENCE_S = 2.0
@@ -34,8 +34,8 @@ class RemoteDirectory:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    async def register(self, state: ReplicaState) -> Epoch:
-        return Epoch(await _soon(ask(self._handle.register, pack(state))))
+    async def register(self, state: ReplicaState) -> Registered:
+        return unpack(await _soon(ask(self._handle.register, pack(state))), Registered)
 
     async def keep(self, handle: Handle) -> None:
         await _soon(ask(self._handle.keep, pack(handle)))

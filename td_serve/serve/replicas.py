@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 import msgspec
 
 from td_serve.errors import RequestError, Unavailable
+from td_serve.leases import End, LeaseCounts
 from td_serve.metrics import Metrics
 from td_serve.types import (
     ConversationKey,
@@ -26,6 +28,7 @@ from td_serve.types import (
     MemberHandover,
     Read,
     ReaderId,
+    Registered,
     ReplicaState,
     RequestId,
     RoundPrefill,
@@ -60,11 +63,15 @@ class Host(Protocol):
 
     async def forget(self, conversation: ConversationKey) -> bool: ...
 
-    async def live_leases(self) -> set[LeaseId]: ...
+    async def end_lease(self, lease: LeaseId) -> None: ...
+
+    async def lease_counts(self) -> LeaseCounts: ...
 
     def state(self) -> ReplicaState: ...
 
     async def check_health(self) -> None: ...
+
+    async def drain(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -72,7 +79,7 @@ class Host(Protocol):
 class Directory(Protocol):
     """The directory, as a replica talks to it. Each answers with, or raises, as `KVDirectory`."""
 
-    async def register(self, state: ReplicaState) -> Epoch: ...
+    async def register(self, state: ReplicaState) -> Registered: ...
 
     async def keep(self, handle: Handle) -> None: ...
 
@@ -97,6 +104,7 @@ class EngineReplica:
         self._host = host
         self._directory = directory
         self._kept: dict[LeaseId, Handle] = {}
+        self._ends: Counter[End] = Counter()
         self._leave = leave
         self._metrics = metrics
         self._epoch: Epoch | None = None
@@ -154,6 +162,13 @@ class EngineReplica:
         if self._pulse is None or self._pulse.done():
             self._pulse = asyncio.get_running_loop().create_task(self._beat())
 
+    async def drain(self) -> None:
+        """Before it is closed, a replica lets those finish who read from its engine."""
+        try:
+            await self._host.drain()
+        except RequestError as error:
+            log.warning("draining: %s", error.message)
+
     def close(self) -> None:
         """Stop the engine and the pulse. The directory forgets this replica when it misses it."""
         if self._pulse is not None:
@@ -181,14 +196,15 @@ class EngineReplica:
         while True:
             await self._leave_if_dead()
             try:
-                epoch = await self._directory.register(self._host.state())
-                await self._drop_ended()
-                if epoch != self._epoch:
-                    for handle in list(self._kept.values()):
-                        await self._directory.keep(handle)
-                    log.info("registered with directory epoch %d", epoch)
-                    self._metrics.directory_epoch.set(float(epoch))
-                    self._epoch = epoch
+                known = await self._directory.register(self._host.state())
+                for lease in known.superseded:
+                    await self._host.end_lease(lease)
+                live = await self._drop_ended()
+                if known.epoch != self._epoch:
+                    await self._tell(live)
+                    log.info("registered with directory epoch %d", known.epoch)
+                    self._metrics.directory_epoch.set(float(known.epoch))
+                    self._epoch = known.epoch
             except RequestError as error:
                 log.warning("the pulse: %s", error.message)
             await asyncio.sleep(PULSE_S)
@@ -212,12 +228,22 @@ class EngineReplica:
         self._metrics.tokens_read.inc(read.tokens)
         self._metrics.bytes_read.inc(read.bytes)
 
-    async def _drop_ended(self) -> None:
-        """Forget the leases that have ended, here and in the directory."""
+    async def _tell(self, live: Mapping[LeaseId, float]) -> None:
+        """Tell the directory of all that is kept, and for how many seconds more."""
+        for handle in list(self._kept.values()):
+            left = live.get(handle.lease, handle.remaining_s)  # it may have come just now
+            await self._directory.keep(msgspec.structs.replace(handle, remaining_s=left))
+
+    async def _drop_ended(self) -> Mapping[LeaseId, float]:
+        """Forget the leases that have ended, here and in the directory. Gives those that live."""
         before = list(self._kept.values())
-        live = await self._host.live_leases()
-        self._metrics.leases.set(float(len(live)))
-        if ended := [handle for handle in before if handle.lease not in live]:
+        counts = await self._host.lease_counts()
+        self._metrics.leases.set(float(len(counts.live)))
+        for why, number in (Counter(counts.ends) - self._ends).items():
+            self._metrics.lease_ends[why].inc(float(number))
+        self._ends = Counter(counts.ends)
+        if ended := [handle for handle in before if handle.lease not in counts.live]:
             await self._directory.drop(ended)
             for handle in ended:
                 del self._kept[handle.lease]
+        return counts.live

@@ -20,10 +20,15 @@ from td_serve.errors import ConfigError
 
 
 class PortLease:
-    """`count` consecutive ports, held until `release` or until the process ends."""
+    """`count` consecutive ports, held until `release` or until the process ends.
 
-    def __init__(self, first: int, locks: list[int]) -> None:
+    `folder` is this user's alone. What a holder puts there is named after its first port, so that
+    the next one takes its place and nothing piles up, however holders end.
+    """
+
+    def __init__(self, first: int, locks: list[int], folder: Path) -> None:
         self.first = first
+        self.folder = folder
         self._locks = locks
 
     @property
@@ -60,6 +65,8 @@ def lease_ports(
         raise ConfigError(f"nixl.host: {host!r} is no address of this machine")
     folder = directory or Path(tempfile.gettempdir()) / f"td_serve-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if (status := folder.stat()).st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(f"{folder}: expected a directory that only this user can use")
     held: list[int] = []
     for port in range(first, last + 1):
         lock = _try_hold(folder / str(port))
@@ -72,7 +79,7 @@ def lease_ports(
             continue
         held.append(lock)
         if len(held) == count:
-            return PortLease(port - count + 1, held)
+            return PortLease(port - count + 1, held, folder)
     for other in held:
         os.close(other)
     raise ConfigError(

@@ -22,6 +22,7 @@ from td_serve.config import DispatchSettings
 from td_serve.dispatch import Dispatcher
 from td_serve.engine.local import LocalEngines
 from td_serve.handles import Keeper, common_tokens
+from td_serve.leases import End
 from td_serve.metrics import silent_metrics
 from td_serve.types import (
     ConversationKey,
@@ -137,7 +138,7 @@ async def test_a_next_turn_computes_only_what_is_new(rig: Rig) -> None:
         before = len(prompt) + len(answer) - 1
         assert rig.handle(conversation).tokens == before
         prompt = prompt + answer + some_tokens(10, number)
-    assert (await rig.decode.lease_counts()).ends == {"superseded": 3}
+    assert (await rig.decode.lease_counts()).ends[End.SUPERSEDED] == 3
 
 
 def rig_block_bytes() -> int:
@@ -266,7 +267,7 @@ async def test_leases_go_before_a_live_request_is_preempted_or_waits(rig: Rig) -
         answer, _ = await rig.turn(prompt, conversation)
         assert answer == rig.wanted(prompt)
     ends = (await rig.decode.lease_counts()).ends
-    assert ends["reclaimed"] >= 6
+    assert ends[End.RECLAIMED] >= 6
     for conversation, prompt in conversations.items():
         longer = prompt + some_tokens(10, 30)
         answer, _ = await rig.turn(longer, conversation)
@@ -414,4 +415,4 @@ async def test_a_request_that_grows_takes_leases_and_is_not_preempted(rig: Rig) 
     assert answer == rig.wanted(prompt, max_tokens=600)
     assert rig.decode.preemptions == preemptions
     after = await rig.decode.lease_counts()
-    assert after.ends["reclaimed"] > before.ends.get("reclaimed", 0)
+    assert after.ends[End.RECLAIMED] > before.ends.get(End.RECLAIMED, 0)

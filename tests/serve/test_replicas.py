@@ -9,6 +9,7 @@ import pytest
 
 from td_serve.collector import Session, plan_round
 from td_serve.errors import BadRequest, RequestError, Unavailable
+from td_serve.leases import End, LeaseCounts
 from td_serve.serve.replicas import EngineReplica
 from td_serve.types import (
     ADMITTED,
@@ -21,6 +22,7 @@ from td_serve.types import (
     LeaseId,
     MemberHandover,
     ReaderId,
+    Registered,
     ReplicaId,
     ReplicaState,
     RequestId,
@@ -42,12 +44,14 @@ class FakeHost:
         self.engines = FakeEngines()
         self.asked = 0
         self.closed = 0
+        self.drained = 0
         self.dead: RequestError | None = None
         self.handles: list[Handle | None] = []
         """What was offered to prefills."""
         self.leases: dict[LeaseId, Handle] = {}
         """What is kept; a decode whose lease is `next_lease` adds it."""
         self.next_lease: Handle | None = None
+        self.ends: dict[End, int] = {}
 
     async def prefill(self, request: GenerateRequest, handle: Handle | None = None) -> Handover:
         self.handles.append(handle)
@@ -81,8 +85,12 @@ class FakeHost:
     async def forget(self, conversation: ConversationKey) -> bool:
         return self.leases.pop(LeaseId(conversation), None) is not None
 
-    async def live_leases(self) -> set[LeaseId]:
-        return set(self.leases)
+    async def end_lease(self, lease: LeaseId) -> None:
+        self.leases.pop(lease, None)
+
+    async def lease_counts(self) -> LeaseCounts:
+        live = dict.fromkeys(self.leases, 100.0)
+        return LeaseCounts(live=live, blocks=0, held=0, unfreed=0, ends=self.ends)
 
     def state(self) -> ReplicaState:
         self.asked += 1
@@ -100,6 +108,9 @@ class FakeHost:
         if self.dead is not None:
             raise self.dead
 
+    async def drain(self) -> None:
+        self.drained += 1
+
     def close(self) -> None:
         self.closed += 1
 
@@ -114,6 +125,8 @@ class FakeDirectory:
         self.spent = asyncio.Event()
         """Set when all of the script has been answered."""
         self.kept: list[LeaseId] = []
+        self.remaining: list[float] = []
+        self.superseded: list[LeaseId] = []
         self.dropped: list[LeaseId] = []
         self.away: RequestError | None = None
         self.told = asyncio.Event()
@@ -122,22 +135,24 @@ class FakeDirectory:
         if self.away is not None:
             raise self.away
         self.kept.append(handle.lease)
+        self.remaining.append(handle.remaining_s)
         self.told.set()
 
     async def drop(self, handles: list[Handle]) -> None:
         self.dropped += [handle.lease for handle in handles]
 
-    async def register(self, state: ReplicaState) -> Epoch:
+    async def register(self, state: ReplicaState) -> Registered:
         self.states.append(state)
+        superseded, self.superseded = self.superseded, []
         if not self.answers:
-            return Epoch(self.epoch)
+            return Registered(epoch=Epoch(self.epoch), superseded=superseded)
         answer = self.answers.pop(0)
         if not self.answers:
             self.spent.set()
         if isinstance(answer, RequestError):
             raise answer
         self.epoch = answer
-        return Epoch(answer)
+        return Registered(epoch=Epoch(answer), superseded=superseded)
 
 
 class Rig:
@@ -357,6 +372,37 @@ async def test_a_new_directory_learns_of_all_that_is_kept_and_of_nothing_that_ha
     rig.replica.close()
     assert rig.directory.dropped == ["one"]
     assert rig.directory.kept == ["two", "two"], "once for each directory"
+
+
+async def test_a_lease_that_another_replica_has_a_newer_turn_of_ends(rig: Rig) -> None:
+    for lease in ("one", "two"):
+        await decode_kept(rig, lease)
+    rig.directory.superseded = [LeaseId("one")]
+    rig.replica.start_pulse()
+    await settle()
+    assert rig.host.leases.keys() == {"two"}
+    assert rig.directory.dropped == ["one"]
+
+
+async def test_a_new_directory_is_told_how_long_each_lease_lasts_now(rig: Rig) -> None:
+    await decode_kept(rig, "one")
+    rig.directory.remaining.clear()
+    rig.replica.start_pulse()
+    await settle()
+    assert rig.directory.remaining == [100.0]
+
+
+async def test_ends_of_leases_are_counted_once_by_reason() -> None:
+    rig = Rig(5, 5, 5)
+    rig.host.ends = {End.RECLAIMED: 3, End.EXPIRED: 1}
+    rig.replica.start_pulse()
+    await settle()
+    rig.host.ends = {End.RECLAIMED: 4, End.EXPIRED: 1}
+    await rig.directory.spent.wait()
+    await settle()
+    rig.replica.close()
+    counted = {why: sum(rig.recorder.values[f"td_kv_lease_{why.value}_total"]) for why in End}
+    assert counted == {End.RECLAIMED: 4, End.EXPIRED: 1, End.SUPERSEDED: 0, End.DELETED: 0}
 
 
 async def test_a_lease_that_the_directory_missed_is_told_by_the_next_beat(rig: Rig) -> None:
