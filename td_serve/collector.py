@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from td_serve.errors import BadRequest, RoundConflict
+from td_serve.tenants import sim_of
 from td_serve.types import (
     AgentId,
     AgentOutput,
@@ -230,7 +231,7 @@ class Session:
 
     def _refuse_or_alone(self, round_: Round, membership: Membership, now: float) -> str | None:
         """Why the member is served alone (None: it is not). Raises RoundConflict."""
-        where = f"round {round_.number} of sim {self.sim!r}"
+        where = f"round {round_.number} of sim {sim_of(self.sim)!r}"
         if membership.n_agents is not None and membership.n_agents != round_.expected:
             opened = (
                 "by agents that do not say how many they are"
@@ -336,7 +337,7 @@ def _check_place(membership: Membership) -> None:
                 f"td_round.{name}: {value}, expected an integer of at least {least}",
                 field=f"td_round.{name}",
             )
-    for name, text in (("sim", membership.sim), ("agent", membership.agent)):
+    for name, text in (("sim", sim_of(membership.sim)), ("agent", membership.agent)):
         if not 1 <= len(text) <= 256:
             raise BadRequest(
                 f"td_round.{name}: {len(text)} characters, expected 1 to 256",

@@ -11,6 +11,7 @@ with the key's path, what stood there and the nearest valid name.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -22,6 +23,18 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Port = Annotated[int, msgspec.Meta(ge=1024, le=65535)]
+
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LONGEST_TENANT = 128
+
+
+class _Fault(ValueError):
+    """What a struct finds wrong at `place` below itself (`.tenants.acme[0]`)."""
+
+    def __init__(self, place: str, what: str) -> None:
+        super().__init__(what)
+        self.place = place
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -181,7 +194,12 @@ class CoordinatorSettings(_Config, frozen=True, kw_only=True):
 
 
 class DeploymentConfig(_Config, frozen=True, kw_only=True):
-    """One application: a model, and the replicas that serve it."""
+    """One application: a model, and the replicas that serve it.
+
+    `tenants` are those who may use it: by name, the SHA-256 digests of the API keys of each
+    (`td-serve key` makes both), so that a cluster file holds no secret. Without any, the server is
+    open, and all its clients are one tenant.
+    """
 
     model: str
     name: str = "td_serve"
@@ -194,10 +212,12 @@ class DeploymentConfig(_Config, frozen=True, kw_only=True):
     directory: ReplicaConfig = ReplicaConfig()
     prefill: EngineReplicaConfig = EngineReplicaConfig()
     decode: EngineReplicaConfig = EngineReplicaConfig()
+    tenants: dict[str, list[str]] = {}
     env: dict[str, str] = {}
     """Environment variables of every replica."""
 
     def __post_init__(self) -> None:
+        _check_tenants(self.tenants)
         if self.directory.num_replicas != 1 or self.directory.autoscaling is not None:
             raise ValueError("Expected one replica of `directory`: replicas register with one")
         if self.coordinator.autoscaling is not None:
@@ -245,6 +265,37 @@ class DeploymentConfig(_Config, frozen=True, kw_only=True):
         return decode(merged, EngineConfig, path=f"{path}.engine")
 
 
+def _check_tenants(tenants: Mapping[str, list[str]]) -> None:
+    """Every tenant has a name and keys, and no key is of two. Raises ValueError."""
+    places: dict[str, str] = {}
+    for name, digests in tenants.items():
+        _check_name(name)
+        place = f".tenants.{name}"
+        if not digests:
+            raise _Fault(place, "[], expected the SHA-256 of at least one API key")
+        for number, digest in enumerate(digests):
+            here = f"{place}[{number}]"
+            if not _DIGEST.fullmatch(digest):
+                # What stands there is not shown: it could be the key itself.
+                raise _Fault(
+                    here,
+                    f"{len(digest)} characters, expected the SHA-256 of an API key: 64 lower-case "
+                    "hexadecimal digits",
+                )
+            if (other := places.setdefault(digest, here)) != here:
+                raise _Fault(here, f"{digest!r}, which stands at {other[1:]} too, expected once")
+
+
+def _check_name(tenant: str) -> None:
+    if not 1 <= len(tenant) <= _LONGEST_TENANT:
+        raise _Fault(
+            ".tenants",
+            f"a name of {len(tenant)} characters, {tenant!r}, expected 1 to {_LONGEST_TENANT}",
+        )
+    if any("\ud800" <= character <= "\udfff" for character in tenant):
+        raise _Fault(".tenants", f"the name {tenant!r}, expected whole characters, no surrogates")
+
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -263,10 +314,13 @@ def decode(value: object, kind: type[T], *, path: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
+        fault = error.__cause__
         # msgspec says "Expected `int`, got `str` - at `$.engine.seed`".
         # And of a mapping's key "- at `key` in `$.env`".
         what, _, place = str(error).partition(" - at ")
         where = place.rpartition("`$")[2].removesuffix("`")
+        if isinstance(fault, _Fault):
+            raise ConfigError(f"{path}{where}{fault.place}: {fault}") from None
         if place.startswith("`key`"):
             what = f"a key: {what}"
         # In a mapping msgspec does not say under which key, so there is no value to show.

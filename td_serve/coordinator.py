@@ -24,6 +24,7 @@ from td_serve.config import CoordinatorSettings
 from td_serve.dispatch import Dispatcher, Engines
 from td_serve.errors import BadRequest, RequestError, RoundConflict, Unavailable
 from td_serve.metrics import Metrics
+from td_serve.tenants import sim_of
 from td_serve.types import (
     AgentId,
     AgentOutput,
@@ -78,7 +79,7 @@ class RoundCoordinator:
             if admission.alone is None:
                 handover = await self._wait_for_prefill(admission)
             else:
-                log.info("serving alone: %s", admission.alone)
+                log.info("session %r: serving alone: %s", admission.round.sim, admission.alone)
                 self._metrics.stragglers.inc()
                 handover = None
             deltas = self._dispatcher.generate(request, handover)
@@ -108,8 +109,8 @@ class RoundCoordinator:
         round_ = None if session is None else session.rounds.get(number)
         if round_ is None:
             raise RoundConflict(
-                f"round: the outputs of round {number} of sim {sim!r} are not on record here; "
-                "hand them in as `shared`",
+                f"round: the outputs of round {number} of sim {sim_of(sim)!r} are not on record "
+                "here; hand them in as `shared`",
                 field="round",
             )
         deadline = self._clock() + min(patience_s, self._settings.max_deadline_ms / 1000)
@@ -127,7 +128,7 @@ class RoundCoordinator:
         if session is None:
             return False
         if not session.is_idle:
-            raise RoundConflict(f"sim: {sim!r} has a round under way", field="sim")
+            raise RoundConflict(f"sim: {sim_of(sim)!r} has a round under way", field="sim")
         del self._sessions[sim]
         return True
 

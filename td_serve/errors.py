@@ -8,6 +8,7 @@ TdServeError
 ├── ReplayError            a replay cannot go on
 └── RequestError           one request cannot be served; carries the HTTP status a client sees
     ├── BadRequest             400  a field of the request is wrong
+    ├── Unauthorized           401  the request has no key of a tenant
     ├── NotFound               404  what the path names is not there
     ├── RoundConflict          409  a member contradicts its round
     ├── TooLarge               413  the request's body is too large
@@ -67,6 +68,12 @@ class BadRequest(RequestError):
     """A field of the request is wrong."""
 
     status = HTTPStatus.BAD_REQUEST
+
+
+class Unauthorized(RequestError):
+    """The request has no key of a tenant. The message never has what it has instead."""
+
+    status = HTTPStatus.UNAUTHORIZED
 
 
 class NotFound(RequestError):

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from td_serve.errors import BadRequest
-from td_serve.types import AgentId, AgentOutput, Membership, SessionId
+from td_serve.tenants import session
+from td_serve.types import AgentId, AgentOutput, Membership, TenantId
 
 JOIN = "\n\n"
 
@@ -39,9 +40,10 @@ class RoundField(_Body, frozen=True, kw_only=True):
     n_agents: Count
     deadline_ms: Count | None = None
 
-    def membership(self) -> Membership:
+    def membership(self, tenant: TenantId) -> Membership:
+        """The place in the round of the tenant's own simulation of that name."""
         return Membership(
-            sim=SessionId(self.sim),
+            sim=session(tenant, self.sim),
             agent=AgentId(self.agent),
             round=self.round,
             n_agents=self.n_agents,
@@ -124,10 +126,10 @@ def check_filled(request: RoundRequest, shared: Sequence[AgentOutput]) -> None:
             raise BadRequest(f"agents: {agent.agent!r} has nothing to read", "agents")
 
 
-def membership(request: RoundRequest, position: int) -> Membership:
-    """The place of the request's agent number `position` in the round."""
+def membership(tenant: TenantId, request: RoundRequest, position: int) -> Membership:
+    """The place of the tenant's request's agent number `position` in the round."""
     return Membership(
-        sim=SessionId(request.sim),
+        sim=session(tenant, request.sim),
         agent=AgentId(request.agents[position].agent),
         round=request.round,
         n_agents=len(request.agents),

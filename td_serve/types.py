@@ -18,8 +18,12 @@ import msgspec
 
 from td_serve.errors import TdServeError
 
+TenantId = NewType("TenantId", str)
+"""Whose a request is: the name that the cluster file gives."""
+OPEN = TenantId("")
+"""Everybody, where the cluster file names no tenants."""
 SessionId = NewType("SessionId", str)
-"""A simulation: agents that play rounds together (`sim` on the wire)."""
+"""A simulation of one tenant: agents that play rounds together (`tenants.session`)."""
 AgentId = NewType("AgentId", str)
 RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)
@@ -50,7 +54,7 @@ class _Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Membership(_Wire, tag="membership", frozen=True, kw_only=True):
-    """A request's place in a round, as its client states it (`td_round`).
+    """A request's place in a round, as its client states it (`td_round`); `sim` says whose it is.
 
     `round` and `n_agents` are None on the zero-change path, where the client cannot state them: the
     coordinator then counts rounds itself and closes one when every agent it knows has joined.
@@ -67,8 +71,9 @@ class Membership(_Wire, tag="membership", frozen=True, kw_only=True):
 
 
 class Origin(_Wire, frozen=True, kw_only=True):
-    """What a request belongs to: a round, a conversation, both or neither."""
+    """Whose a request is, and what it belongs to: a round, a conversation, both or neither."""
 
+    tenant: TenantId = OPEN
     membership: Membership | None = None
     conversation: ConversationKey | None = None
 

@@ -33,12 +33,12 @@ whole = {
 """A deployment in plain data with every struct present."""
 
 FREE = (
-    {("env",), ("engine", "env"), ("engine", "extra"), ("nixl", "env")}
+    {("env",), ("tenants",), ("engine", "env"), ("engine", "extra"), ("nixl", "env")}
     | {(role, name) for role in ("ingress", "coordinator", "directory") for name in ("resources",)}
     | {(role, name) for role in ("prefill", "decode") for name in ("resources", "engine")}
 )
-"""Maps whose keys are not ours: the environment's, vLLM's, Ray's. A role's `engine` is checked by
-`engine_of`, where it meets the deployment's."""
+"""Maps whose keys are not ours: the environment's, vLLM's, Ray's, and names of tenants. A role's
+`engine` is checked by `engine_of`, where it meets the deployment's."""
 
 
 def tables(value: object, path: Path = ()) -> Iterator[Path]:
@@ -255,6 +255,20 @@ replica_fields: dict[str, st.SearchStrategy[Any]] = {
 replicas = st.builds(ReplicaConfig, **replica_fields)
 engine_replicas = st.builds(EngineReplicaConfig, engine=overrides, **replica_fields)
 ports = st.integers(1024, 65535)
+
+
+def without_repeats(tenants: dict[str, list[int]]) -> dict[str, list[str]]:
+    """Digests of these numbers, each number once, and only tenants that have any left."""
+    seen: set[int] = set()
+    kept: dict[str, list[str]] = {}
+    for name, numbers in tenants.items():
+        new = sorted(set(numbers) - seen)
+        seen |= set(new)
+        if new:
+            kept[name] = [f"{number:064x}" for number in new]
+    return kept
+
+
 configs = st.builds(
     DeploymentConfig,
     model=words,
@@ -286,6 +300,11 @@ configs = st.builds(
     prefill=engine_replicas,
     decode=engine_replicas,
     env=env,
+    tenants=st.dictionaries(
+        st.text(min_size=1, max_size=6),
+        st.lists(st.integers(0, 2**256 - 1), min_size=1, max_size=3),
+        max_size=3,
+    ).map(without_repeats),
 )
 tunables = st.builds(
     CoordinatorSettings,
@@ -355,3 +374,54 @@ def test_a_threshold_is_a_number_or_auto(wrong: object) -> None:
     args = {"model": "m", "conversations": {"kv_recompute_threshold": wrong}}
     with pytest.raises(ConfigError, match=r"args\.conversations\.kv_recompute_threshold"):
         decode(args, DeploymentConfig, path="args")
+
+
+# ------------------------------------------------------------------------------------ tenants
+
+ONE, TWO = "0a" * 32, "1b" * 32
+SHA = "expected the SHA-256 of an API key: 64 lower-case hexadecimal digits"
+
+
+def test_tenants_and_their_keys() -> None:
+    tenants = {"acme": [ONE], "t" * 128: [TWO]}
+    config = decode({"model": "m", "tenants": tenants}, DeploymentConfig, path="args")
+    assert config.tenants == tenants
+    assert DeploymentConfig(model="m").tenants == {}
+
+
+@pytest.mark.parametrize(
+    ("tenants", "expected"),
+    [
+        ({"": [ONE]}, ".tenants: a name of 0 characters, '', expected 1 to 128"),
+        (
+            {"t" * 129: [ONE]},
+            f".tenants: a name of 129 characters, {'t' * 129!r}, expected 1 to 128",
+        ),
+        (
+            {"\ud800": [ONE]},
+            ".tenants: the name '\\ud800', expected whole characters, no surrogates",
+        ),
+        ({"a": []}, ".tenants.a: [], expected the SHA-256 of at least one API key"),
+        ({"a": [ONE], "b": [TWO, ONE[1:]]}, f".tenants.b[1]: 63 characters, {SHA}"),
+        ({"a": [ONE + "\n"]}, f".tenants.a[0]: 65 characters, {SHA}"),
+        ({"a": [ONE.upper()]}, f".tenants.a[0]: 64 characters, {SHA}"),
+        ({"a": ["g" * 64]}, f".tenants.a[0]: 64 characters, {SHA}"),
+        (
+            {"a": [TWO, ONE], "b": [ONE]},
+            f".tenants.b[0]: '{ONE}', which stands at tenants.a[1] too, expected once",
+        ),
+        (
+            {"a": [ONE, ONE]},
+            f".tenants.a[1]: '{ONE}', which stands at tenants.a[0] too, expected once",
+        ),
+        ({"a": ONE}, ".tenants[...]: Expected `array`, got `str`"),
+        ({"a": [1]}, ".tenants[...][0]: Expected `str`, got `int`"),
+    ],
+)
+def test_wrong_tenants_are_refused_with_the_place(tenants: object, expected: str) -> None:
+    assert refusal({"model": "m", "tenants": tenants}) == f"args{expected}"
+
+
+@pytest.mark.parametrize("tenants", [{"a": ["td-secret"]}, {"a": "td-secret"}])
+def test_a_key_in_a_digests_place_is_not_shown(tenants: object) -> None:
+    assert "secret" not in refusal({"model": "m", "tenants": tenants})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from td_serve import rounds
 from td_serve.errors import BadRequest
 from td_serve.rounds import RoundAgent, RoundField, RoundRequest, decode_body
-from td_serve.types import AgentId, AgentOutput, Membership, SessionId
+from td_serve.types import OPEN, AgentId, AgentOutput, Membership, SessionId
 
 words = st.text("abc é", max_size=6)
 shared_texts = st.lists(st.builds(AgentOutput, agent=words.map(AgentId), text=words), max_size=4)
@@ -100,7 +100,7 @@ def test_an_agent_with_nothing_to_read_is_refused_by_name() -> None:
 
 def test_places_in_the_round_follow_the_requests_order() -> None:
     request = make(deadline_ms=500)
-    assert [rounds.membership(request, i) for i in range(2)] == [
+    assert [rounds.membership(OPEN, request, i) for i in range(2)] == [
         Membership(
             sim=SessionId("village"),
             agent=AgentId(name),
@@ -134,7 +134,7 @@ def test_what_the_server_sets_is_not_the_clients_to_set(name: str) -> None:
 def test_td_round_is_a_membership() -> None:
     body = {"sim": "village", "round": 0, "agent": "ada", "n_agents": 2}
     field: RoundField = decode_body(body, RoundField, "td_round")
-    assert field.membership() == Membership(
+    assert field.membership(OPEN) == Membership(
         sim=SessionId("village"), agent=AgentId("ada"), round=0, n_agents=2
     )
 

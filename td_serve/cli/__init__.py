@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from td_serve.errors import TdServeError
 
-COMMANDS = ("model", "check", "replay", "bench")
+COMMANDS = ("model", "key", "check", "replay", "bench")
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it

@@ -26,6 +26,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from td_serve.engine.codec import encode_sampling, to_output
 from td_serve.errors import BadRequest, RequestError
+from td_serve.tenants import salt
 from td_serve.types import Delta, GenerateRequest, Origin, RequestId
 
 Serve = Callable[[GenerateRequest], AsyncGenerator[Delta, None]]
@@ -104,6 +105,7 @@ class RemoteEngine(EngineClient):
         packed = extra.pop(ORIGIN_ARG, None)
         origin = Origin() if packed is None else msgspec.json.decode(packed, type=Origin)
         params.extra_args = extra or None
+        own_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         return GenerateRequest(
             # A client may choose `request_id`, even one that is in use: ours must be its own.
             request_id=RequestId(f"{request_id}-{uuid.uuid4().hex[:16]}"),
@@ -112,7 +114,7 @@ class RemoteEngine(EngineClient):
             n=params.n,
             # With a prompt read from elsewhere, vLLM has no logits of it to report.
             hand_over=params.prompt_logprobs is None,
-            cache_salt=prompt.get("cache_salt") if isinstance(prompt, Mapping) else None,
+            cache_salt=salt(origin.tenant, own_salt),
             membership=origin.membership,
             conversation=origin.conversation,
         )

@@ -44,6 +44,7 @@ from td_serve.serve.http import make_http_app
 from td_serve.serve.remotes import RemoteDirectory, RemoteKeeper
 from td_serve.serve.replicas import EngineReplica
 from td_serve.serve.routing import AffinityRouter, replica_name
+from td_serve.tenants import Tenants
 from td_serve.types import (
     ConversationKey,
     Delta,
@@ -282,6 +283,7 @@ class Ingress:
 
         _log_to_stderr()
         config = decode(args, DeploymentConfig, path="args")
+        self._tenants = Tenants(config.tenants)
         self._coordinator = _RemoteCoordinator(coordinator)
         self._directory = RemoteDirectory(directory)
         self._kept = RemoteKeeper(decode_)
@@ -302,7 +304,9 @@ class Ingress:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_http_app(self._frontend, self._coordinator, self._directory, self._kept)
+        return make_http_app(
+            self._frontend, self._coordinator, self._directory, self._kept, self._tenants
+        )
 
     def _serve(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         if request.membership is not None:

@@ -8,7 +8,9 @@
     GET  /v1/replicas               who serves, and what it holds
     GET  /health
 
-A client that goes away cancels its request in every engine. Errors have OpenAI's shape.
+Where there are tenants, all but /health ask for an API key, before they read the body, and a
+client reaches its own tenant's rounds and conversations only. A client that goes away cancels its
+request in every engine. Errors have OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -16,13 +18,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
@@ -38,25 +39,29 @@ from td_serve.errors import (
 )
 from td_serve.replies import JsonReply, Reply, StreamReply, error_of, error_reply
 from td_serve.rounds import RoundField, RoundRequest, decode_body
+from td_serve.serve.playing import Records, play_round
+from td_serve.tenants import Tenants, session
 from td_serve.types import (
     AgentId,
-    AgentOutput,
     ConversationKey,
     Membership,
     Origin,
     ReplicaState,
-    RoundRecord,
     SessionId,
+    TenantId,
 )
 
-T = TypeVar("T")
 MAX_BODY_BYTES = 64 * 2**20
 
 SWITCH = "bidirectional_kv_xfer"
 """Field of a request's body: false has it leave nothing behind and read nothing back."""
 
-TENANT = ""
-"""All clients are one tenant's."""
+_HEADERS: dict[int, dict[str, str]] = {
+    HTTPStatus.UNAUTHORIZED: {"www-authenticate": "Bearer"},
+    # The openai client sends a conflict again by itself; it would only meet the same one.
+    HTTPStatus.CONFLICT: {"x-should-retry": "false"},
+}
+"""What goes with a status."""
 
 
 class Frontend(Protocol):
@@ -69,10 +74,8 @@ class Frontend(Protocol):
     async def models(self) -> JsonReply: ...
 
 
-class Rounds(Protocol):
+class Rounds(Records, Protocol):
     """The coordinator, as far as the ingress talks to it."""
-
-    async def record(self, sim: SessionId, number: int, patience_s: float) -> RoundRecord: ...
 
     async def forget(self, sim: SessionId) -> bool: ...
 
@@ -91,20 +94,28 @@ class Conversations(Protocol):
 
 Answer = Callable[[dict[str, Any], Origin], Awaitable[Reply]]
 
-RECORD_PATIENCE_S = 60.0
-"""How long a round waits for the last one's members to finish, when it names no deadline."""
-
 
 def make_http_app(
-    frontend: Frontend, coordinator: Rounds, directory: Directory, kept: Conversations
+    frontend: Frontend,
+    coordinator: Rounds,
+    directory: Directory,
+    kept: Conversations,
+    tenants: Tenants,
 ) -> FastAPI:
-    """The ASGI application over the ingress's parts."""
+    """The ASGI application over the ingress's parts, for `tenants`."""
     app = FastAPI(title="td_serve", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
 
+    async def authenticate(request: Request) -> None:
+        request.state.tenant = tenants.of(request.headers.get("authorization"))
+
+    # What is asked here has a tenant: `_tenant` says whose it is.
+    keyed = APIRouter(dependencies=[Depends(authenticate)])
+
     async def asked(
         answer: Answer,
+        tenant: TenantId,
         body: dict[str, Any],
         membership: Membership | None,
         headers: Mapping[str, str] | None = None,
@@ -114,8 +125,9 @@ def make_http_app(
         With its `headers` a request may name a conversation.
         """
         try:
-            conversation = None if headers is None else _conversation(headers, body)
-            reply = await answer(body, Origin(membership=membership, conversation=conversation))
+            conversation = None if headers is None else _conversation(tenant, headers, body)
+            origin = Origin(tenant=tenant, membership=membership, conversation=conversation)
+            reply = await answer(body, origin)
         except RequestError as error:
             reply = error_reply(error)
         if membership is not None and _is_refusal(reply):
@@ -128,66 +140,71 @@ def make_http_app(
         field = body.pop("td_round", None)
         membership = None
         if field is not None:
-            membership = decode_body(field, RoundField, "td_round").membership()
-        return await _send(request, asked(answer, body, membership, request.headers))
+            membership = decode_body(field, RoundField, "td_round").membership(_tenant(request))
+        asking = asked(answer, _tenant(request), body, membership, request.headers)
+        return await _send(request, asking)
 
     async def implied(request: Request, answer: Answer) -> Response:
         body = await _body(request)
         if "td_round" in body:
             raise BadRequest("td_round: the path already names the agent", field="td_round")
         membership = Membership(
-            sim=SessionId(request.path_params["sim"]), agent=AgentId(request.path_params["agent"])
+            sim=session(_tenant(request), request.path_params["sim"]),
+            agent=AgentId(request.path_params["agent"]),
         )
-        return await _send(request, asked(answer, body, membership, request.headers))
+        asking = asked(answer, _tenant(request), body, membership, request.headers)
+        return await _send(request, asking)
 
-    @app.post("/v1/chat/completions")
+    @keyed.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await plain(request, frontend.chat)
 
-    @app.post("/v1/completions")
+    @keyed.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await plain(request, frontend.complete)
 
-    @app.post("/sim/{sim:path}/agent/{agent:path}/v1/chat/completions")
+    @keyed.post("/sim/{sim:path}/agent/{agent:path}/v1/chat/completions")
     async def member_chat(request: Request) -> Response:
         return await implied(request, frontend.chat)
 
-    @app.post("/sim/{sim:path}/agent/{agent:path}/v1/completions")
+    @keyed.post("/sim/{sim:path}/agent/{agent:path}/v1/completions")
     async def member_completions(request: Request) -> Response:
         return await implied(request, frontend.complete)
 
-    @app.get("/v1/models")
-    @app.get("/sim/{sim:path}/agent/{agent:path}/v1/models")
+    @keyed.get("/v1/models")
+    @keyed.get("/sim/{sim:path}/agent/{agent:path}/v1/models")
     async def models() -> Response:
         return _json(await frontend.models())
 
-    @app.post("/v1/rounds")
+    @keyed.post("/v1/rounds")
     async def play(request: Request) -> Response:
         round_ = decode_body(await _body(request), RoundRequest)
         rounds.check(round_)
-        chat = functools.partial(asked, frontend.chat)
-        return await _send(request, _play_round(round_, chat, coordinator))
+        tenant = _tenant(request)
+        chat = functools.partial(asked, frontend.chat, tenant)
+        return await _send(request, play_round(tenant, round_, chat, coordinator))
 
-    @app.get("/v1/rounds/{sim:path}/{number}")
-    async def record(sim: str, number: str) -> Response:
+    @keyed.get("/v1/rounds/{sim:path}/{number}")
+    async def record(request: Request, sim: str, number: str) -> Response:
         if not (number.isascii() and number.isdecimal() and len(number) < 20):
             raise BadRequest(f"round: {number!r}, expected an integer", field="round")
         try:
-            kept = await coordinator.record(SessionId(sim), int(number), 0.0)
+            kept = await coordinator.record(session(_tenant(request), sim), int(number), 0.0)
         except RoundConflict as error:
             raise NotFound(error.message, field="round") from error
-        return JSONResponse(msgspec.to_builtins(kept))
+        return JSONResponse({**msgspec.to_builtins(kept), "sim": sim})
 
-    @app.delete("/v1/rounds/{sim:path}")
-    async def forget(sim: str) -> Response:
-        return JSONResponse({"sim": sim, "deleted": await coordinator.forget(SessionId(sim))})
+    @keyed.delete("/v1/rounds/{sim:path}")
+    async def forget(request: Request, sim: str) -> Response:
+        deleted = await coordinator.forget(session(_tenant(request), sim))
+        return JSONResponse({"sim": sim, "deleted": deleted})
 
-    @app.delete("/v1/conversations/{conversation:path}")
-    async def forget_conversation(conversation: str) -> Response:
-        deleted = await kept.forget(key(TENANT, conversation))
+    @keyed.delete("/v1/conversations/{conversation:path}")
+    async def forget_conversation(request: Request, conversation: str) -> Response:
+        deleted = await kept.forget(key(_tenant(request), conversation))
         return JSONResponse({"conversation": conversation, "deleted": deleted})
 
-    @app.get("/v1/replicas")
+    @keyed.get("/v1/replicas")
     async def replicas() -> Response:
         return JSONResponse(
             {"replicas": [msgspec.to_builtins(state) for state in await directory.replicas()]}
@@ -200,10 +217,19 @@ def make_http_app(
             raise Unavailable(f"no {' and no '.join(sorted(missing))} replica is registered")
         return JSONResponse({"status": "ok"})
 
+    app.include_router(keyed)
     return app
 
 
-def _conversation(headers: Mapping[str, str], body: dict[str, Any]) -> ConversationKey | None:
+def _tenant(request: Request) -> TenantId:
+    """Whose request it is. Of routes that ask for a key."""
+    tenant: TenantId = request.state.tenant
+    return tenant
+
+
+def _conversation(
+    tenant: TenantId, headers: Mapping[str, str], body: dict[str, Any]
+) -> ConversationKey | None:
     """The conversation whose KV is kept, if the client names one and does not forbid it.
 
     Mutates: takes the switch out of `body`. Raises BadRequest.
@@ -212,7 +238,7 @@ def _conversation(headers: Mapping[str, str], body: dict[str, Any]) -> Conversat
     if switch is not None and not isinstance(switch, bool):
         raise BadRequest(f"{SWITCH}: {switch!r}, expected true or false", field=SWITCH)
     named = conversation_of(headers, body)
-    return None if named is None or switch is False else key(TENANT, named)
+    return None if named is None or switch is False else key(tenant, named)
 
 
 def _is_refusal(reply: Reply) -> bool:
@@ -222,115 +248,6 @@ def _is_refusal(reply: Reply) -> bool:
         and HTTPStatus.BAD_REQUEST <= reply.status < HTTPStatus.INTERNAL_SERVER_ERROR
         and reply.status != HTTPStatus.CONFLICT
     )
-
-
-async def _play_round(
-    round_: RoundRequest,
-    chat: Callable[[dict[str, Any], Membership], Awaitable[Reply]],
-    coordinator: Rounds,
-) -> Reply:
-    """Every agent's completion, and the round's sums; streamed as agents finish, if wanted."""
-    shared, complete = await _shared(round_, coordinator)
-    rounds.check_filled(round_, shared)
-    sums = functools.partial(_round_sums, round_, shared, complete)
-
-    async def one(position: int) -> dict[str, Any]:
-        # Composed here and not for all at once: the shared text goes into every prompt.
-        body = {
-            **round_.completion,
-            "model": round_.model,
-            "messages": rounds.messages(round_, round_.agents[position], shared),
-        }
-        reply = await chat(body, rounds.membership(round_, position))
-        assert isinstance(reply, JsonReply), "a request without `stream` got a stream"
-        key = "response" if reply.status < 400 else "error"
-        body = reply.body if key == "response" else reply.body["error"]
-        return {"agent": round_.agents[position].agent, key: body}
-
-    results = _as_finished([one(position) for position in range(len(round_.agents))])
-    if round_.stream:
-        return StreamReply(_round_events(sums, results))
-    async with contextlib.aclosing(results):
-        parts = [result async for result in results]
-    return JsonReply(_status(parts), {**sums(parts), "results": parts})
-
-
-def _status(parts: list[dict[str, Any]]) -> int:
-    """200, unless every member failed, and all for the same kind of reason."""
-    statuses = {part["error"]["code"] if "error" in part else HTTPStatus.OK for part in parts}
-    return int(statuses.pop()) if len(statuses) == 1 else int(HTTPStatus.OK)
-
-
-async def _shared(round_: RoundRequest, coordinator: Rounds) -> tuple[list[AgentOutput], bool]:
-    """The last round's outputs: as handed in, else as recorded; and whether those are all.
-
-    Round 0 has none.
-    """
-    if round_.shared is not None:
-        given = [AgentOutput(agent=AgentId(one.agent), text=one.text) for one in round_.shared]
-        return given, True
-    if round_.round == 0:
-        return [], True
-    patience = RECORD_PATIENCE_S if round_.deadline_ms is None else round_.deadline_ms / 1000
-    record = await coordinator.record(SessionId(round_.sim), round_.round - 1, patience)
-    return record.outputs, record.complete
-
-
-async def _round_events(
-    sums: Callable[[list[dict[str, Any]]], dict[str, Any]],
-    results: AsyncGenerator[dict[str, Any], None],
-) -> AsyncGenerator[str, None]:
-    parts = []
-    async with contextlib.aclosing(results):
-        async for result in results:
-            parts.append(result)
-            yield _event(result)
-    yield _event(sums(parts))
-    yield "data: [DONE]\n\n"
-
-
-def _round_sums(
-    round_: RoundRequest,
-    shared: list[AgentOutput],
-    complete: bool,
-    results: list[dict[str, Any]],
-) -> dict[str, Any]:
-    usages = [result["response"]["usage"] for result in results if "response" in result]
-    return {
-        "object": "round",
-        "sim": round_.sim,
-        "round": round_.round,
-        "agents": len(results),
-        "failed": len(results) - len(usages),
-        "shared": [output.agent for output in shared if output.text],
-        "shared_complete": complete,
-        "usage": {
-            "prompt_tokens": sum(usage["prompt_tokens"] for usage in usages),
-            "completion_tokens": sum(usage["completion_tokens"] for usage in usages),
-            "total_tokens": sum(usage["total_tokens"] for usage in usages),
-            "prompt_tokens_details": {
-                "cached_tokens": sum(
-                    (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-                    for usage in usages
-                )
-            },
-        },
-    }
-
-
-async def _as_finished(
-    work: list[Coroutine[Any, Any, T]],
-) -> AsyncGenerator[T, None]:
-    """Results as they come. Closing it cancels what is left."""
-    pending = {asyncio.ensure_future(one) for one in work}
-    try:
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                yield task.result()
-    finally:
-        for task in pending:
-            task.cancel()
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -374,13 +291,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def _json(reply: JsonReply) -> Response:
-    # The openai client sends a conflict again by itself; it would only meet the same one.
-    headers = {"x-should-retry": "false"} if reply.status == HTTPStatus.CONFLICT else None
-    return JSONResponse(reply.body, status_code=reply.status, headers=headers)
-
-
-def _event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return JSONResponse(reply.body, status_code=reply.status, headers=_HEADERS.get(reply.status))
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:

@@ -62,6 +62,8 @@ class Cluster:
         self.base = f"http://127.0.0.1:{self.http}"
         self.url = f"{self.base}/v1"
         self.data: dict[str, Any] = {}
+        self.headers: dict[str, str] = {}
+        """What goes with our own requests: a key, where the deployment asks for one."""
         self.log = self.temp / "ray.out"
         self._env = {
             **os.environ,
@@ -161,7 +163,7 @@ class Cluster:
 
     def replicas(self) -> list[dict[str, Any]]:
         """What the directory knows."""
-        answer = httpx.get(f"{self.url}/replicas", timeout=10)
+        answer = httpx.get(f"{self.url}/replicas", headers=self.headers, timeout=10)
         answer.raise_for_status()
         found: list[dict[str, Any]] = answer.json()["replicas"]
         return found

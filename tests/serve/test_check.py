@@ -34,6 +34,7 @@ FULL: dict[str, Any] = {
             "args": {
                 "model": "smollm2-135m-instruct",
                 "env": {"HF_HUB_OFFLINE": "1"},
+                "tenants": {"acme": ["0a" * 32, "1b" * 32], "the mill": ["2c" * 32]},
                 "engine": {
                     "max_model_len": 8192,
                     "extra": {"max_logprobs": 5},
@@ -72,10 +73,10 @@ FULL: dict[str, Any] = {
 }
 """A valid file with a table of every kind in it."""
 
-FREE_FORM = {"env", "extra", "resources", "runtime_env", "env_vars"}
+FREE_FORM = {"env", "extra", "resources", "runtime_env", "env_vars", "tenants"}
 """Maps whose keys are not ours to know: environments, vLLM's arguments (vLLM checks them when the
-engine starts), Ray's custom resources and runtime environments. So are the `args` of applications
-that are not td_serve's."""
+engine starts), Ray's custom resources and runtime environments, names of tenants. So are the `args`
+of applications that are not td_serve's."""
 
 
 def tables(value: Any, path: Steps = ()) -> Iterator[Steps]:
@@ -342,6 +343,16 @@ applications:
             ("applications", 0, "args", "decode", "engine", "dtype"),
             1,
             ["applications[0].args.decode.engine.dtype: Expected `str`, got `int`, got 1"],
+        ),
+        (
+            ("applications", 0, "args", "tenants", "the mill"),
+            ["2C" * 32],
+            ["applications[0].args.tenants.the mill[0]: 64 characters, expected the SHA-256"],
+        ),
+        (
+            ("applications", 0, "args", "tenants", "the mill"),
+            ["1b" * 32],
+            [f"applications[0].args.tenants.the mill[0]: '{'1b' * 32}', which stands at "],
         ),
         (
             ("applications", 0, "deployments", 0, "user_config", "deadline_ms"),

@@ -5,7 +5,7 @@ The parts behind the application are small fakes of its Protocols; HTTP is drive
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -16,6 +16,7 @@ from td_serve.conversations import key
 from td_serve.errors import BadRequest, EngineFailure, RequestError, RoundConflict, Unavailable
 from td_serve.replies import JsonReply, Reply, StreamReply, error_reply
 from td_serve.serve.http import MAX_BODY_BYTES, make_http_app
+from td_serve.tenants import Tenants
 from td_serve.types import (
     AgentId,
     AgentOutput,
@@ -27,6 +28,7 @@ from td_serve.types import (
     ReplicaState,
     RoundRecord,
     SessionId,
+    TenantId,
 )
 from tests.fakes import settle
 
@@ -42,6 +44,7 @@ class FakeFrontend:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], Membership | None]] = []
         self.conversations: list[ConversationKey | None] = []
+        self.tenants: list[TenantId] = []
         self.errors: dict[str, RequestError] = {}
         self.hold: asyncio.Event | None = None
         self.began = asyncio.Event()
@@ -61,6 +64,7 @@ class FakeFrontend:
         membership = origin.membership
         self.asked.append((kind, body, membership))
         self.conversations.append(origin.conversation)
+        self.tenants.append(origin.tenant)
         self.began.set()
         try:
             if self.hold is not None:
@@ -152,12 +156,14 @@ class FakeKept:
 class Rig:
     """The application, the fakes behind it and a client in front."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Mapping[str, list[str]] | None = None) -> None:
         self.frontend = FakeFrontend()
         self.rounds = FakeRounds()
         self.directory = FakeDirectory()
         self.kept = FakeKept()
-        self.app: FastAPI = make_http_app(self.frontend, self.rounds, self.directory, self.kept)
+        self.app: FastAPI = make_http_app(
+            self.frontend, self.rounds, self.directory, self.kept, Tenants(keys or {})
+        )
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app), base_url="http://td"
         )
