@@ -99,6 +99,13 @@ def _add_bidirectional(benches: argparse._SubParsersAction[argparse.ArgumentPars
     bench.add_argument(
         "--repeats", type=_positive, default=3, metavar="N", help="at each length (default: 3)"
     )
+    bench.add_argument(
+        "--in-flight",
+        type=_positive,
+        default=8,
+        metavar="N",
+        help="requests at once, where decoding is measured (default: 8)",
+    )
     why = bench.add_mutually_exclusive_group()
     why.add_argument(
         "--evicted",
@@ -134,7 +141,9 @@ def run_bidirectional(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from td_serve.bench.bidirectional import Options, Scenario, bench_bidirectional, plot, table
+    from td_serve.bench.bidirectional import bench_bidirectional
+    from td_serve.bench.bidirectional_report import plot, table
+    from td_serve.bench.turns import Options, Scenario
     from td_serve.report import envelope, write_json
 
     scenario = Scenario.NO_CACHE
@@ -144,6 +153,7 @@ def run_bidirectional(args: argparse.Namespace) -> int:
         model=args.model,
         prompt_tokens=args.prompt_tokens,
         repeats=args.repeats,
+        in_flight=args.in_flight,
         scenario=scenario,
         threshold=args.threshold,
         dtype=args.dtype,
@@ -158,7 +168,14 @@ def run_bidirectional(args: argparse.Namespace) -> int:
     out.print(f"largest speed-up: {result.summary.speedup_max:.2f}")
     if (ratio := result.summary.growth_ratio) is not None:
         out.print(f"TTFT grows by {100 * ratio:.0f} % of what it grows without")
-    out.print(f"kept for next turns: {100 * result.summary.retained_pool_share:.0f} % of the pool")
+    load = result.summary.load
+    out.print(
+        f"decoding {load.in_flight} at once, ms a token: {load.decode_on_ms:.1f} with turns kept, "
+        f"{load.decode_off_ms:.1f} without"
+    )
+    out.print(
+        f"kept for next turns at most: {100 * result.summary.retained_pool_share:.0f} % of the pool"
+    )
     if args.json is not None:
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         write_json(args.json, envelope(command, args.seed, result.rows, result.summary))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from td_serve.bench.bidirectional import LEAST_PROMPT, Sample, Scenario, row, summarise
+from td_serve.bench.bidirectional import Load, row, summarise
+from td_serve.bench.turns import LEAST_PROMPT, Sample, Scenario
 from td_serve.cli import EXIT_ERROR, main
 from td_serve.models.random_model import write_random
 
@@ -23,6 +24,8 @@ KEYS = {
     "bytes",
     "speedup",
 }
+
+LOAD = Load(in_flight=8, decode_on_ms=1.0, decode_off_ms=1.0)
 
 
 def sample(ttft: float, prefill: float, transfer: float = 0.0, size: int = 0) -> Sample:
@@ -45,9 +48,9 @@ def test_a_row_holds_medians_and_divides_prefill_into_its_parts() -> None:
 def test_the_summary_compares_growth() -> None:
     rows = [row(512, [sample(0.2, 0.1)], [sample(0.5, 0.4)])]
     rows.append(row(4096, [sample(0.4, 0.1)], [sample(4.5, 0.4)]))
-    made = summarise(rows, Scenario.EVICTED, 0.25)
+    made = summarise(rows, Scenario.EVICTED, 0.25, LOAD)
     assert (made.speedup_max, made.growth_ratio) == (11.25, 0.05)
-    assert summarise(rows[:1], Scenario.NO_CACHE, 0.0).growth_ratio is None
+    assert summarise(rows[:1], Scenario.NO_CACHE, 0.0, LOAD).growth_ratio is None
 
 
 def test_a_prompt_that_cannot_hold_two_turns_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +65,17 @@ def test_on_real_engines_a_turn_is_read_back_and_answers_the_same(tmp_path: Path
     out, picture, model = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "tiny"
     write_random(model, like="llama", layers=2, kv_heads=2, head_dim=64)
     command = ["bench", "bidirectional", "--model", str(model), "--prompt-tokens", "256"]
-    command += ["--repeats", "1", "--evicted", "--json", str(out), "--plot", str(picture)]
+    command += [
+        "--repeats",
+        "1",
+        "--in-flight",
+        "4",
+        "--evicted",
+        "--json",
+        str(out),
+        "--plot",
+        str(picture),
+    ]
     assert main(command) == 0
     report = json.loads(out.read_text("utf-8"))
     (found,) = report["rows"]
@@ -71,4 +84,5 @@ def test_on_real_engines_a_turn_is_read_back_and_answers_the_same(tmp_path: Path
     # 208 tokens and a reply of 16, the last of which was never fed back: 7 blocks of 32.
     assert found["bytes"] == 7 * 32 * 2 * 2 * 2 * 64 * 4
     assert report["summary"]["retained_pool_share"] > 0
+    assert report["summary"]["load"]["in_flight"] == 4
     assert picture.read_bytes().startswith(b"\x89PNG")
