@@ -353,6 +353,21 @@ async def test_a_hold_that_is_over_before_the_read_begins_is_not_read(
     assert (handover.read, handover.cached_tokens) == (None, 0)
 
 
+async def test_a_reader_lets_go_when_it_has_read(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not only when its time is over, which is longer here than this waits."""
+    patient = msgspec.structs.replace(rig.prefill.reading.settings, read_patience_s=600.0)
+    monkeypatch.setattr(rig.prefill.reading, "settings", patient)
+    conversation, prompt = new_conversation(), some_tokens(150, 56)
+    answer, _ = await rig.turn(prompt, conversation)
+    _, handover = await rig.turn(prompt + answer + some_tokens(20, 57), conversation)
+    assert handover.read is not None
+    async with asyncio.timeout(20):
+        while (await rig.decode.lease_counts()).held:  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.05)
+
+
 async def test_a_read_that_was_not_over_in_time_is_thrown_away(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
