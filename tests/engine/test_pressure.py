@@ -46,7 +46,7 @@ async def test_a_turn_that_is_preempted_after_its_read_is_computed(
     done, _ = await asyncio.wait({turn}, timeout=3.0)
     assert not done, "there was room"
     await fleet.hosts["d1"].release(pinned)
-    handover = await turn
+    handover = await asyncio.wait_for(turn, 60)
     assert prefill.preemptions
     tokens, _ = await fleet.decode("d1", prompt, handover, request.request_id)
     assert tokens == oracle.answer(prompt)
