@@ -16,18 +16,23 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from td_serve.errors import BadRequest, RoundConflict
+from td_serve.reuse import ALL_EXACT, Reuse
+from td_serve.segments import key
 from td_serve.tenants import sim_of
 from td_serve.types import (
     AgentId,
     AgentOutput,
     GenerateRequest,
+    MemberPass,
     MemberPlan,
     Membership,
     Mode,
+    Piece,
     Placement,
     RoundPlan,
     RoundRecord,
     SessionId,
+    Source,
 )
 
 FORGOTTEN_KEPT = 64
@@ -301,29 +306,54 @@ class Session:
         return self.rounds[number]
 
 
-def plan_round(round_: Round, members: list[Member]) -> RoundPlan:
-    """The plan of a closed round: every member an ordinary prefill of its own prompt.
+def plan_round(round_: Round, members: list[Member], reuse: Reuse = ALL_EXACT) -> RoundPlan:
+    """The plan of a closed round: members in passes are blended, the others ordinary prefills.
 
     `members` are those to be dispatched, in the round's order.
     """
+    parts = {part.request_id: part for spec in reuse.passes for part in spec.members}
     absent = 0 if round_.expected is None else max(0, round_.expected - len(round_.members))
     return RoundPlan(
         sim=round_.sim,
         round=round_.number,
-        members=[_plan_member(member) for member in members],
+        members=[
+            _plan_member(member, parts.get(member.asked.request_id), reuse) for member in members
+        ],
         absent=absent,
     )
 
 
-def _plan_member(member: Member) -> MemberPlan:
-    tokens = len(member.asked.prompt_token_ids)
+def _plan_member(member: Member, part: MemberPass | None, reuse: Reuse) -> MemberPlan:
+    request = member.asked
     return MemberPlan(
         agent=member.agent,
-        request_id=member.asked.request_id,
-        mode=Mode.EXACT,
-        prompt_tokens=tokens,
-        layout=[Placement(segment=None, start=0, tokens=tokens)] if tokens else [],
+        request_id=request.request_id,
+        mode=Mode.EXACT if part is None else Mode.BLEND,
+        prompt_tokens=len(request.prompt_token_ids),
+        layout=_layout(request.prompt_token_ids, [] if part is None else part.pieces),
+        reason=reuse.reasons.get(request.request_id),
     )
+
+
+def _layout(tokens: list[int], pieces: list[Piece]) -> list[Placement]:
+    """The prompt without gap or overlap: what is reused, and what is between."""
+    placed = []
+    at = 0
+    for piece in pieces:
+        if piece.start > at:
+            placed.append(Placement(segment=None, start=at, tokens=piece.start - at))
+        at = piece.start + piece.tokens
+        placed.append(
+            Placement(
+                segment=key((), tokens[piece.start : at]),
+                start=piece.start,
+                tokens=piece.tokens,
+                source=Source.REUSE,
+            )
+        )
+    if at < len(tokens):
+        placed.append(Placement(segment=None, start=at, tokens=len(tokens) - at))
+    return placed
 
 
 def _check_place(membership: Membership) -> None:

@@ -175,6 +175,18 @@ class DispatchSettings(_Config, frozen=True, kw_only=True):
     retry_backoff_s: Annotated[float, msgspec.Meta(ge=0)] = 0.5
 
 
+class ReuseSettings(_Config, frozen=True, kw_only=True):
+    """How a round's prompts are prefilled.
+
+    `exact` prefills each as it is. `blend` computes what members share once for all and takes it
+    over with `rule`: answers are close to exact ones, not the same.
+    """
+
+    mode: Literal["exact", "blend"] = "exact"
+    rule: Literal["full", "none", "first_k", "first_pages"] = "first_pages"
+    k: NonNegative = 2
+
+
 class CoordinatorSettings(_Config, frozen=True, kw_only=True):
     """Live tunables of rounds.
 
@@ -190,6 +202,7 @@ class CoordinatorSettings(_Config, frozen=True, kw_only=True):
     implicit_window_ms: Positive = 100
     rounds_kept: Positive = 4
     sessions_kept: Positive = 10_000
+    reuse: ReuseSettings = ReuseSettings()
     dispatch: DispatchSettings = DispatchSettings()
 
 

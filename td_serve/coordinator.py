@@ -24,6 +24,7 @@ from td_serve.config import CoordinatorSettings
 from td_serve.dispatch import Dispatcher, Engines
 from td_serve.errors import BadRequest, RequestError, RoundConflict, Unavailable
 from td_serve.metrics import Metrics
+from td_serve.reuse import ALL_EXACT, Reuse, plan_reuse
 from td_serve.tenants import sim_of
 from td_serve.types import (
     AgentId,
@@ -34,6 +35,8 @@ from td_serve.types import (
     Membership,
     RoundPrefill,
     RoundRecord,
+    Rule,
+    RuleName,
     SessionId,
 )
 
@@ -254,7 +257,8 @@ class RoundCoordinator:
 
     async def _prefill(self, round_: Round, members: list[Member], gathered_s: float) -> None:
         """Have a closed round prefilled, and hand each member its part as it comes."""
-        plan = plan_round(round_, members)
+        reuse = self._reuse(round_, members)
+        plan = plan_round(round_, members, reuse)
         log.info(
             "round %s of sim %r: %d members, %d absent",
             round_.number,
@@ -268,7 +272,11 @@ class RoundCoordinator:
         for member in members:
             if not member.asked.hand_over:
                 self._hand_to(member, None)
-        work = RoundPrefill(plan=plan, requests=[m.asked for m in members if m.asked.hand_over])
+        work = RoundPrefill(
+            plan=plan,
+            requests=[member.asked for member in members if member.asked.hand_over],
+            passes=reuse.passes,
+        )
         if not work.requests:
             return
         try:
@@ -282,6 +290,16 @@ class RoundCoordinator:
             log.warning("round %s of sim %r: %s", round_.number, round_.sim, error.message)
         except RequestError:
             log.exception("round %s of sim %r", round_.number, round_.sim)
+
+    def _reuse(self, round_: Round, members: list[Member]) -> Reuse:
+        """What the round's members share, if that shall be computed once."""
+        settings = self._settings.reuse
+        if settings.mode == "exact":
+            return ALL_EXACT
+        requests = {member.agent: member.asked for member in members}
+        head = next((one.head for one in requests.values() if one.head), [])
+        rule = Rule(name=RuleName(settings.rule), k=settings.k)
+        return plan_reuse(round_.sim, requests, rule, head)
 
     def _hand_to(self, member: Member, handover: Handover | None) -> None:
         """Give a member its prefill; if it has left or has one already, give the prefill up."""

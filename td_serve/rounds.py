@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from td_serve.errors import BadRequest
+from td_serve.segments import SEPARATOR
 from td_serve.tenants import session
 from td_serve.types import AgentId, AgentOutput, Membership, TenantId
 
@@ -102,7 +103,7 @@ def check(request: RoundRequest) -> None:
 def messages(
     request: RoundRequest, agent: RoundAgent, shared: Sequence[AgentOutput]
 ) -> list[dict[str, str]]:
-    """What one agent reads. Silent agents are left out of the shared part."""
+    """What one agent reads, cut into segments. Silent agents are left out of the shared part."""
     said = [output.text for output in shared if output.text]
     if request.layout == "history_first":
         system = [request.preamble, agent.system]
@@ -110,11 +111,16 @@ def messages(
     else:
         system = [request.preamble]
         user = [*said, agent.system, agent.private, agent.task]
-    composed = [
-        {"role": role, "content": JOIN.join(part for part in parts if part)}
+    return [
+        {"role": role, "content": _cut([part for part in parts if part])}
         for role, parts in (("system", system), ("user", user))
+        if any(parts)
     ]
-    return [message for message in composed if message["content"]]
+
+
+def _cut(parts: Sequence[str]) -> str:
+    """The parts, one after the other, each a segment; what a template puts around is none of it."""
+    return SEPARATOR + (JOIN + SEPARATOR).join(parts) + SEPARATOR
 
 
 def check_filled(request: RoundRequest, shared: Sequence[AgentOutput]) -> None:

@@ -39,7 +39,7 @@ ReaderId = NewType("ReaderId", str)
 SegmentKey = NewType("SegmentKey", str)
 """Position-independent identity of a run of tokens: 128 bits, hexadecimal."""
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 
 class WireVersionError(TdServeError):
@@ -85,7 +85,8 @@ class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
     it. `hand_over` is False where the decode engine must see the whole prompt itself (prompt
     log-probabilities), so that prefill on another engine would be wasted. `n` repeats what
     `sampling` says of the number of continuations. A turn of a `conversation` leaves its KV under a
-    lease for the next one.
+    lease for the next one. The prompt's segments begin at token 0 and at each of `cuts`; where it
+    has any, `head` is what prompts of this model begin with, its system text a neutral one.
     """
 
     request_id: RequestId
@@ -99,6 +100,8 @@ class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
     reasoning_parser_kwargs: dict[str, Any] | None = None
     membership: Membership | None = None
     conversation: ConversationKey | None = None
+    cuts: list[int] = []
+    head: list[int] = []
 
 
 class Handle(_Wire, tag="handle", frozen=True, kw_only=True):
@@ -135,7 +138,9 @@ class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
     on, longer only while a decode engine that has the request renews it; what is read after that is
     somebody else's. `kv` is the connector's own description and is opaque here. Of the
     `prompt_tokens`, `cached_tokens` were not computed: found in the prefill engine's prefix cache,
-    or, `read` says how many, read from the decode engine that kept them, `kept_by`.
+    or, `read` says how many, read from the decode engine that kept them, `kept_by`. Where the KV is
+    not what the prompt alone would give, `cache_salt` keeps it apart: the decode engine must use it
+    in place of the request's own.
     """
 
     request_id: RequestId
@@ -146,6 +151,7 @@ class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
     cached_tokens: int
     read: Read | None = None
     kept_by: ReplicaId | None = None
+    cache_salt: str | None = None
 
 
 class Read(_Wire, frozen=True, kw_only=True):
@@ -267,12 +273,14 @@ class RoundPlan(_Wire, tag="round-plan", frozen=True, kw_only=True):
 class RoundPrefill(_Wire, tag="round-prefill", frozen=True, kw_only=True):
     """What a prefill replica gets: the plan, and the members' requests in the plan's order.
 
-    `handles`, by request id, are of members whose conversations are kept somewhere.
+    `handles`, by request id, are of members whose conversations are kept somewhere. Members that
+    are in one of the `passes` are prefilled by it, the others each by themselves.
     """
 
     plan: RoundPlan
     requests: list[GenerateRequest]
     handles: dict[str, Handle] = {}
+    passes: list[PassSpec] = []
 
 
 class MemberHandover(_Wire, tag="member-handover", frozen=True, kw_only=True):
@@ -301,6 +309,94 @@ class RoundRecord(_Wire, tag="round-record", frozen=True, kw_only=True):
     round: int
     outputs: list[AgentOutput]
     complete: bool = True
+
+
+# ------------------------------------------------------------------------------------ passes
+
+
+class RuleName(enum.Enum):
+    """Which of the shared tokens are computed anew (`pic`)."""
+
+    FULL = "full"
+    NONE = "none"
+    FIRST_K = "first_k"
+    """The first `k` tokens of every segment."""
+    FIRST_PAGES = "first_pages"
+    """The first `k` pages of the shared part."""
+
+
+class Rule(_Wire, frozen=True, kw_only=True):
+    """A recovery rule and its measure."""
+
+    name: RuleName
+    k: int = 0
+
+
+class Span(_Wire, frozen=True, kw_only=True):
+    """`tokens` tokens from `start` on."""
+
+    start: int
+    tokens: int
+
+
+class Piece(_Wire, frozen=True, kw_only=True):
+    """`tokens` tokens from `start` on in a prompt, the canonical sequence's from `source` on."""
+
+    start: int
+    tokens: int
+    source: int
+
+
+class Canonical(_Wire, frozen=True, kw_only=True):
+    """A round's shared segments in the one order, after a header of the engine's own.
+
+    `segments` are spans of `token_ids`; the header is what stands before the first.
+    """
+
+    key: SegmentKey
+    token_ids: list[int]
+    segments: list[Span]
+
+
+class MemberPass(_Wire, frozen=True, kw_only=True):
+    """A member's part in a pass: its prompt up to the end of the shared part.
+
+    Its result is found under `request_id`, once; `history` names the KV that is kept from round to
+    round of what stands before its first piece.
+    """
+
+    request_id: RequestId
+    history: str
+    token_ids: list[int]
+    pieces: list[Piece]
+
+
+class PassSpec(_Wire, tag="pass", frozen=True, kw_only=True):
+    """A collective pass: the members of one round, prefilled as one."""
+
+    canonical: Canonical
+    rule: Rule
+    members: list[MemberPass]
+
+
+class PassTokens(_Wire, frozen=True, kw_only=True):
+    """Where a member's `prompt` tokens came from: prompt = local + reused + selected + new.
+
+    `local` was kept from earlier rounds, `reused` taken from the canonical sequence, `selected`
+    shared and computed anew all the same, `new` its own.
+    """
+
+    prompt: int
+    local: int
+    reused: int
+    selected: int
+    new: int
+
+
+class PassResult(_Wire, tag="pass-result", frozen=True, kw_only=True):
+    """By request id: what a pass has made ready to be loaded."""
+
+    members: dict[str, PassTokens]
 
 
 # ------------------------------------------------------------------------------------ replicas
@@ -345,6 +441,8 @@ Message = (
     | RoundRecord
     | ReplicaState
     | Registered
+    | PassSpec
+    | PassResult
 )
 M = TypeVar("M", bound=Message)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from td_serve import rounds
 from td_serve.errors import BadRequest
 from td_serve.rounds import RoundAgent, RoundField, RoundRequest, decode_body
+from td_serve.segments import SEPARATOR
 from td_serve.types import OPEN, AgentId, AgentOutput, Membership, SessionId
 
 words = st.text("abc é", max_size=6)
@@ -39,24 +40,32 @@ SHARED = [
 ]
 
 
+def marked(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """With a bar where a segment begins or ends."""
+    return [
+        {**message, "content": message["content"].replace(SEPARATOR, "|")} for message in messages
+    ]
+
+
 def test_history_first_puts_each_agent_before_what_all_share() -> None:
     request = make(preamble="A village.")
-    assert rounds.messages(request, request.agents[0], SHARED) == [
-        {"role": "system", "content": "A village.\n\nYou are Ada."},
+    assert marked(rounds.messages(request, request.agents[0], SHARED)) == [
+        {"role": "system", "content": "|A village.\n\n|You are Ada.|"},
         {
             "role": "user",
-            "content": "A secret.\n\nBo said this.\n\nAda said that.\n\nGo on.",
+            "content": "|A secret.\n\n|Bo said this.\n\n|Ada said that.\n\n|Go on.|",
         },
     ]
 
 
 def test_shared_first_puts_what_all_share_before_each_agent() -> None:
     request = make("shared_first", preamble="A village.")
-    assert rounds.messages(request, request.agents[0], SHARED) == [
-        {"role": "system", "content": "A village."},
+    assert marked(rounds.messages(request, request.agents[0], SHARED)) == [
+        {"role": "system", "content": "|A village.|"},
         {
             "role": "user",
-            "content": "Bo said this.\n\nAda said that.\n\nYou are Ada.\n\nA secret.\n\nGo on.",
+            "content": "|Bo said this.\n\n|Ada said that.\n\n"
+            "|You are Ada.\n\n|A secret.\n\n|Go on.|",
         },
     ]
 
@@ -79,7 +88,8 @@ def test_all_agents_read_the_shared_part_word_for_word(
         for i, (system, private, task) in enumerate(parts)
     ]
     request = make(layout, preamble=preamble, agents=agents)
-    block = rounds.JOIN.join(output.text for output in shared if output.text)
+    said = [output.text for output in shared if output.text]
+    block = (rounds.JOIN + SEPARATOR).join(said)
     assume(block)
     for agent in request.agents:
         messages = rounds.messages(request, agent, shared)
@@ -87,7 +97,7 @@ def test_all_agents_read_the_shared_part_word_for_word(
         assert user["role"] == "user"
         assert block in user["content"]
         if layout == "shared_first":
-            assert user["content"].startswith(block)
+            assert user["content"].startswith(SEPARATOR + block)
         assert all(message["content"] for message in messages)
 
 

@@ -14,6 +14,7 @@ from td_serve.types import (
     ADMITTED,
     AgentId,
     AgentOutput,
+    Canonical,
     ChoiceDelta,
     ConversationKey,
     Delta,
@@ -23,9 +24,14 @@ from td_serve.types import (
     Handover,
     LeaseId,
     MemberHandover,
+    MemberPass,
     MemberPlan,
     Membership,
     Mode,
+    PassResult,
+    PassSpec,
+    PassTokens,
+    Piece,
     Placement,
     Registered,
     ReplicaId,
@@ -34,9 +40,12 @@ from td_serve.types import (
     RoundPlan,
     RoundPrefill,
     RoundRecord,
+    Rule,
+    RuleName,
     SegmentKey,
     SessionId,
     Source,
+    Span,
     TokenLogprob,
     WireVersionError,
     pack,
@@ -192,6 +201,38 @@ messages: dict[type, st.SearchStrategy[Any]] = {
         running=counts,
         waiting=counts,
         kv_usage=st.floats(0, 1),
+    ),
+    PassSpec: st.builds(
+        PassSpec,
+        canonical=st.builds(
+            Canonical,
+            key=words.map(SegmentKey),
+            token_ids=token_ids,
+            segments=st.lists(st.builds(Span, start=counts, tokens=counts), max_size=2),
+        ),
+        rule=st.builds(Rule, name=st.sampled_from(RuleName), k=counts),
+        members=st.lists(
+            st.builds(
+                MemberPass,
+                request_id=words.map(RequestId),
+                history=words,
+                token_ids=token_ids,
+                pieces=st.lists(
+                    st.builds(Piece, start=counts, tokens=counts, source=counts), max_size=2
+                ),
+            ),
+            max_size=2,
+        ),
+    ),
+    PassResult: st.builds(
+        PassResult,
+        members=st.dictionaries(
+            words,
+            st.builds(
+                PassTokens, prompt=counts, local=counts, reused=counts, selected=counts, new=counts
+            ),
+            max_size=2,
+        ),
     ),
     Registered: st.builds(
         Registered,

@@ -21,7 +21,7 @@ Role = Literal["prefill", "decode"]
 
 
 def engine_arguments(
-    replica: ReplicaId, model: str, engine: EngineConfig, transfer: Mapping[str, Any]
+    role: Role, replica: ReplicaId, model: str, engine: EngineConfig, transfer: Mapping[str, Any]
 ) -> AsyncEngineArgs:
     """An engine's arguments.
 
@@ -39,6 +39,8 @@ def engine_arguments(
         "structured_outputs_config": structured_outputs(engine),
         "kv_transfer_config": KVTransferConfig(engine_id=replica, **transfer),
     }
+    if role == "prefill":
+        ours["worker_extension_cls"] = "td_serve.engine.worker.PassWorker"
     optional = {
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.max_num_seqs,
@@ -87,15 +89,27 @@ def transfer_arguments(
             "bidirectional_kv_xfer": conversations.bidirectional_kv_xfer,
             "kv_recompute_threshold": 0,  # each request says its own (`reads.LEAST`)
         }
-    return {
+    common = {"kv_role": "kv_both", "kv_buffer_device": current_platform.device_type}
+    nixl_part = {
         "kv_connector": "NixlConnector",
         "kv_connector_module_path": "td_serve.engine.connector",
-        "kv_role": "kv_both",
-        "kv_buffer_device": current_platform.device_type,
-        # A decode engine's read that fails is retried from the prefill on, by whoever dispatched
-        # it; a prefill engine computes what it could not read.
-        "kv_load_failure_policy": "fail" if role == "decode" else "recompute",
         "kv_connector_extra_config": extra,
+        **common,
+    }
+    if role == "decode":
+        # A read that fails is retried from the prefill on, by whoever dispatched it.
+        return {**nixl_part, "kv_load_failure_policy": "fail"}
+    rounds_part = {
+        "kv_connector": "RoundConnector",
+        "kv_connector_module_path": "td_serve.engine.restoring",
+        **common,
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [nixl_part, rounds_part]},
+        # What could not be read is computed.
+        "kv_load_failure_policy": "recompute",
+        **common,
     }
 
 

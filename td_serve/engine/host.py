@@ -34,6 +34,7 @@ from td_serve.engine.codec import decode_sampling, to_delta
 from td_serve.engine.gauges import Gauges
 from td_serve.engine.generation import generate
 from td_serve.engine.keeping import Keeping, LeaseSocket, Place
+from td_serve.engine.passes import Made, RoundPasses
 from td_serve.engine.reading import Reading
 from td_serve.engine.reads import FOUND, PINNED_UNTIL, Found
 from td_serve.engine.versions import check_vllm
@@ -60,6 +61,7 @@ from td_serve.types import (
 )
 
 _DRAIN_LOOKS_UP_S = 0.1
+_SLICE_S = 0.25
 _NOTHING_HANDED_OVER: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -108,6 +110,7 @@ class EngineHost:
             replica=replica, epoch=self.epoch, host=host, port=port.first, tp_size=tp_size
         )
         self._keeping = None if leases is None else Keeping(leases, place, self._wake)
+        self._passes = RoundPasses(llm, _SLICE_S)
         self._members: dict[RequestId, asyncio.Task[Handover]] = {}
 
     @classmethod
@@ -150,7 +153,7 @@ class EngineHost:
             )
             with environment(env):
                 llm = AsyncLLM.from_engine_args(
-                    engine_arguments(replica, model, engine, transfer),
+                    engine_arguments(role, replica, model, engine, transfer),
                     stat_loggers=[lambda *_: gauges],
                 )
             transports = assert_transports(nixl, ucx_log)
@@ -186,11 +189,16 @@ class EngineHost:
         or Unavailable.
         """
         async with self.reading.of(request, handle) as source:
-            return await self._prefill(request, source, handle)
+            handover, took_s = await self._prefill(request, source)
+        computed = handover.prompt_tokens - handover.cached_tokens
+        self.reading.learn(computed, took_s, handover.read, handle)
+        kept_by = None if handle is None else handle.replica
+        return msgspec.structs.replace(handover, kept_by=kept_by)
 
     async def _prefill(
-        self, request: GenerateRequest, source: Mapping[str, Any], handle: Handle | None
-    ) -> Handover:
+        self, request: GenerateRequest, source: Mapping[str, Any]
+    ) -> tuple[Handover, float]:
+        """Have the engine prefill, KV coming from `source`; also says how many seconds it took."""
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -202,13 +210,12 @@ class EngineHost:
         began = time.monotonic()
         async for output in self._generate(request, params):
             last = output
-        took = time.monotonic() - began
+        took_s = time.monotonic() - began
         if last is None or last.kv_transfer_params is None:
             raise EngineFailure(f"request {request.request_id}: prefill left no KV to hand over")
         kv = dict(last.kv_transfer_params)
         found = msgspec.convert(kv.pop(FOUND), Found)
-        self.reading.learn(len(request.prompt_token_ids) - found.cached, took, found.read, handle)
-        return Handover(
+        handover = Handover(
             request_id=request.request_id,
             replica=self.replica,
             kv=kv,
@@ -216,8 +223,8 @@ class EngineHost:
             prompt_tokens=len(request.prompt_token_ids),
             cached_tokens=found.cached,
             read=found.read,
-            kept_by=None if handle is None else handle.replica,
         )
+        return handover, took_s
 
     async def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         """Prefill a round's members together; each comes as soon as it is ready.
@@ -225,9 +232,13 @@ class EngineHost:
         A member that fails, or is cancelled by `cancel_member`, comes with its error and does not
         fail the others. Closing the generator aborts what is left, and releases nothing.
         """
+        passes = [(spec, asyncio.ensure_future(self._passes.make(spec))) for spec in work.passes]
+        making = {member.request_id: made for spec, made in passes for member in spec.members}
         tasks = {
             asyncio.ensure_future(
-                self.prefill(request, work.handles.get(request.request_id))
+                self._prefill_made(request, making[request.request_id])
+                if request.request_id in making
+                else self.prefill(request, work.handles.get(request.request_id))
             ): request.request_id
             for request in work.requests
         }
@@ -242,6 +253,24 @@ class EngineHost:
             for task, request_id in tasks.items():
                 self._members.pop(request_id, None)
                 task.cancel()
+            for _, made in passes:
+                made.cancel()
+
+    async def _prefill_made(
+        self, request: GenerateRequest, making: asyncio.Future[dict[RequestId, Made]]
+    ) -> Handover:
+        """Prefill a member with what its pass makes ready; the pass is the other members' too."""
+        made = (await asyncio.shield(making)).get(request.request_id)
+        if made is None:
+            return await self.prefill(request)
+        salt = made.salt(request)
+        try:
+            handover, _ = await self._prefill(
+                msgspec.structs.replace(request, cache_salt=salt), made.parameters()
+            )
+        finally:
+            await self._passes.release([made.name])
+        return msgspec.structs.replace(handover, cached_tokens=made.spared, cache_salt=salt)
 
     def cancel_member(self, request_id: RequestId) -> None:
         """Abort a member of a round under way, if this engine has it."""
@@ -271,6 +300,8 @@ class EngineHost:
             raise EngineFailure(
                 f"request {request.request_id} came with the handover of {handover.request_id}"
             )
+        if handover is not None and handover.cache_salt is not None:
+            request = msgspec.structs.replace(request, cache_salt=handover.cache_salt)
         pinned = {} if handover is None else self._pinned(handover)
         first = True
         order: dict[str, Any] = {}

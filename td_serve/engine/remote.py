@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Never
 
 import msgspec
@@ -26,6 +26,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from td_serve.engine.codec import encode_sampling, to_output
 from td_serve.errors import BadRequest, RequestError
+from td_serve.segments import SEPARATOR, tokenise
 from td_serve.tenants import salt
 from td_serve.types import Delta, GenerateRequest, Origin, RequestId
 
@@ -34,6 +35,10 @@ Serve = Callable[[GenerateRequest], AsyncGenerator[Delta, None]]
 ORIGIN_ARG = "td_origin"
 """Key of the sampling parameters' extra arguments under which a request's origin travels from our
 ingress through vLLM's OpenAI layer to here. Clients cannot set it: the ingress refuses it."""
+
+
+_NEUTRAL = "You are one of several who take part."
+"""Nobody's own system text: what is shared is computed after it."""
 
 
 class RemoteEngine(EngineClient):
@@ -48,6 +53,21 @@ class RemoteEngine(EngineClient):
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._serve = serve
+        self._head = self._neutral_head()
+
+    def _neutral_head(self) -> list[int]:
+        """What a chat begins with, its system text a neutral one; empty without a template."""
+        tokenizer = self.renderer.get_tokenizer()
+        messages = [
+            {"role": "system", "content": _NEUTRAL},
+            {"role": "user", "content": SEPARATOR},
+        ]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # noqa: BLE001 - templates raise what they like, and some know no system
+            return []
+        before, found, _ = str(text).partition(SEPARATOR)
+        return self._encode(before) if found else []
 
     async def generate(
         self,
@@ -87,9 +107,10 @@ class RemoteEngine(EngineClient):
         if isinstance(prompt, Mapping) and prompt.get("mm_placeholders"):
             raise BadRequest("only text prompts are served (no images or audio)", field="messages")
         vocabulary = self.model_config.get_vocab_size()
-        if not parts.token_ids:
+        token_ids, cuts = self._segments(parts.token_ids, prompt)
+        if not token_ids:
             raise BadRequest("prompt: empty, expected at least one token", field="prompt")
-        if (highest := max(parts.token_ids)) >= vocabulary:
+        if (highest := max(token_ids)) >= vocabulary:
             raise BadRequest(
                 f"prompt: token {highest}, expected less than {vocabulary}", field="prompt"
             )
@@ -109,7 +130,7 @@ class RemoteEngine(EngineClient):
         return GenerateRequest(
             # A client may choose `request_id`, even one that is in use: ours must be its own.
             request_id=RequestId(f"{request_id}-{uuid.uuid4().hex[:16]}"),
-            prompt_token_ids=list(parts.token_ids),
+            prompt_token_ids=token_ids,
             sampling=encode_sampling(params),
             n=params.n,
             # With a prompt read from elsewhere, vLLM has no logits of it to report.
@@ -117,7 +138,29 @@ class RemoteEngine(EngineClient):
             cache_salt=salt(origin.tenant, own_salt),
             membership=origin.membership,
             conversation=origin.conversation,
+            cuts=cuts,
+            head=self._head if cuts and origin.membership is not None else [],
         )
+
+    def _segments(self, token_ids: Sequence[int], prompt: Any) -> tuple[list[int], list[int]]:
+        """A prompt's tokens without separators, and where those stood. Raises BadRequest."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        if not isinstance(text, str) or SEPARATOR not in text:
+            return list(token_ids), []
+        whole = self._encode(text)
+        lead = len(token_ids) - len(whole)
+        if lead < 0 or list(token_ids[lead:]) != whole:
+            raise BadRequest(
+                f"prompt: it has {SEPARATOR} and was cut to a number of tokens; expected only one "
+                "of the two",
+                field="prompt",
+            )
+        tokens, cuts = tokenise(text, self._encode)
+        # What the tokenizer has put in front by itself.
+        return [*token_ids[:lead], *tokens], [lead + cut for cut in cuts]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.renderer.get_tokenizer().encode(text, add_special_tokens=False))
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)

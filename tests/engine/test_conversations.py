@@ -353,9 +353,7 @@ async def test_a_hold_that_is_over_before_the_read_begins_is_not_read(
     assert (handover.read, handover.cached_tokens) == (None, 0)
 
 
-async def test_a_reader_lets_go_when_it_has_read(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reader_lets_go_when_it_has_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not only when its time is over, which is longer here than this waits."""
     patient = msgspec.structs.replace(rig.prefill.reading.settings, read_patience_s=600.0)
     monkeypatch.setattr(rig.prefill.reading, "settings", patient)

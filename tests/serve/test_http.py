@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from td_serve.conversations import key
 from td_serve.errors import BadRequest, EngineFailure, RequestError, RoundConflict, Unavailable
 from td_serve.replies import JsonReply, Reply, StreamReply, error_reply
+from td_serve.segments import SEPARATOR
 from td_serve.serve.http import MAX_BODY_BYTES, make_http_app
 from td_serve.tenants import Tenants
 from td_serve.types import (
@@ -412,6 +413,11 @@ SUMS = {
 }
 
 
+def cut(*segments: str) -> str:
+    """What a message says, cut into its segments."""
+    return SEPARATOR + SEPARATOR.join(segments) + SEPARATOR
+
+
 async def test_a_round_asks_once_for_each_agent_in_its_place(rig: Rig) -> None:
     await rig.client.post("/v1/rounds", json={**ROUND, "stream": False, "deadline_ms": 70})
 
@@ -438,8 +444,8 @@ async def test_a_round_asks_once_for_each_agent_in_its_place(rig: Rig) -> None:
             "model": "m",
             "max_tokens": 2,
             "messages": [
-                {"role": "system", "content": f"A village.\n\nYou are {name}."},
-                {"role": "user", "content": "Bo spoke.\n\nGo on."},
+                {"role": "system", "content": cut("A village.\n\n", f"You are {name}.")},
+                {"role": "user", "content": cut("Bo spoke.\n\n", "Go on.")},
             ],
         }
 
@@ -505,7 +511,7 @@ async def test_a_later_round_shares_the_last_ones_record(
     assert answer.json()["shared"] == ["cyd"]
     assert rig.rounds.patience == [patience_s]
     for _, asked, _ in rig.frontend.asked:
-        assert asked["messages"][1]["content"] == "Cyd spoke.\n\nGo on."
+        assert asked["messages"][1]["content"] == cut("Cyd spoke.\n\n", "Go on.")
 
 
 @pytest.mark.parametrize("stream", [True, False])

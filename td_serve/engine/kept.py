@@ -1,0 +1,97 @@
+"""What passes leave in a prefill engine's worker: canonical sequences, histories, mirrors.
+
+A mirror is a member's prompt as references into its canonical sequence and its history, and the
+rows of its own. It holds both for as long as it lives: from its pass until it is released, at the
+latest when its request has ended.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from td_serve.engine.collective import KV
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of tokens and their KV."""
+
+    token_ids: list[int]
+    kv: KV
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.element_size() * part.numel() for part in [*self.kv.keys, *self.kv.values])
+
+
+NOTHING = Run([], KV())
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """A member's first `tokens` tokens: `history_tokens` of its history, `cached` positions from
+    the canonical sequence's `sources`, and its `own` rows at `positions`."""
+
+    tokens: int
+    canonical: Run
+    cached: list[int]
+    sources: list[int]
+    history: Run
+    history_tokens: int
+    positions: list[int]
+    own: KV
+
+
+class RoundStore:
+    """All that passes have left. Canonical sequences and histories go, the least recently used
+    first, when together they hold more than `budget_bytes`; what a mirror holds stays with it."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
+        self._bytes = 0
+        self.mirrors: dict[str, Mirror] = {}
+
+    def find(self, kind: str, name: str, token_ids: Sequence[int]) -> tuple[Run, int]:
+        """What is kept under a name, and how many of `token_ids` it begins with."""
+        run = self._runs.get((kind, name), NOTHING)
+        common = 0
+        for kept, wanted in zip(run.token_ids, token_ids, strict=False):
+            if kept != wanted:
+                break
+            common += 1
+        if common:
+            self._runs.move_to_end((kind, name))
+        return run, common
+
+    def keep(self, kind: str, name: str, run: Run) -> None:
+        """Keep a run in place of what was kept under its name."""
+        self._drop((kind, name))
+        self._runs[kind, name] = run
+        self._bytes += run.bytes
+        while self._bytes > self._budget_bytes and len(self._runs) > 1:
+            self._drop(next(iter(self._runs)))
+
+    def release(self, names: Iterable[str]) -> None:
+        """These mirrors are not needed any more; unknown names change nothing."""
+        for name in names:
+            self.mirrors.pop(name, None)
+
+    def clear(self) -> None:
+        """Forget everything but what mirrors hold."""
+        self._runs.clear()
+        self._bytes = 0
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        assert self._bytes == sum(run.bytes for run in self._runs.values()), "miscounted bytes"
+        for name, mirror in self.mirrors.items():
+            parts = mirror.history_tokens + len(mirror.cached) + len(mirror.positions)
+            assert parts == mirror.tokens, f"mirror {name}: {parts} of {mirror.tokens} tokens"
+            assert mirror.own.tokens == len(mirror.positions), f"mirror {name}: rows without KV"
+
+    def _drop(self, place: tuple[str, str]) -> None:
+        if (run := self._runs.pop(place, None)) is not None:
+            self._bytes -= run.bytes

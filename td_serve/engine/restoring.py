@@ -1,0 +1,187 @@
+"""Requests load what a pass has made ready for them: vLLM's connector interface, by a sync load.
+
+The scheduler's half knows a request's word for it only (RESTORE in its KV transfer parameters): a
+name, so many tokens, and their digest, which must be the prompt's. The worker's half has the KV
+itself. A load that has been promised cannot fail: who names a mirror keeps it until the request has
+ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from td_serve.engine.kept import Mirror, RoundStore
+from td_serve.engine.model import VllmModel
+from td_serve.engine.pages import PagedAttention
+from td_serve.segments import key
+
+RESTORE = "td_restore"
+"""Key of a request's KV transfer parameters: see `Ready`."""
+
+STORE_BYTES = "td_store_bytes"
+"""Key of the connector's extra configuration: what canonical sequences and histories may take."""
+
+_DEFAULT_STORE_BYTES = 2**30
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The KV of a prompt's first `tokens` tokens, which have this digest, is kept under a name."""
+
+    name: str
+    tokens: int
+    digest: str
+
+
+def digest(tokens: Sequence[int]) -> str:
+    """What `Ready` says of a prompt's beginning."""
+    return key((), tokens)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Tokens [first, last) of a mirror, into a request's blocks."""
+
+    name: str
+    first: int
+    last: int
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Loads(KVConnectorMetadata):
+    loads: list[_Load] = field(default_factory=list)
+
+
+class RoundConnector(KVConnectorBase_V1, SupportsHMA):
+    """Made in scheduler and worker processes by vLLM. `store` is the worker's."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._promised: dict[str, _Load] = {}
+        self._ready: dict[str, _Load] = {}
+        setting = vllm_config.kv_transfer_config.get_from_extra_config
+        if role == KVConnectorRole.WORKER:
+            self.store = RoundStore(int(setting(STORE_BYTES, _DEFAULT_STORE_BYTES)))
+            self.parts: tuple[VllmModel, PagedAttention] | None = None
+            self._pages: list[torch.Tensor] = []
+
+    # ------------------------------------------------------------------ in the scheduler
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        self._promised.pop(request.request_id, None)
+        params = request.kv_transfer_params or {}
+        if RESTORE not in params:
+            return 0, False
+        ready = msgspec.convert(params[RESTORE], Ready)
+        # One token is left to compute: vLLM wants its logits.
+        tokens = min(ready.tokens, request.num_prompt_tokens - 1)
+        if tokens <= num_computed_tokens:
+            return 0, False
+        if digest(request.prompt_token_ids[: ready.tokens]) != ready.digest:
+            return 0, False
+        self._promised[request.request_id] = _Load(ready.name, num_computed_tokens, tokens)
+        return tokens - num_computed_tokens, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        promised = self._promised.pop(request.request_id, None)
+        if promised is not None and num_external_tokens > 0:
+            (block_ids,) = blocks.get_block_ids()
+            self._ready[request.request_id] = _Load(
+                promised.name, promised.first, promised.last, list(block_ids)
+            )
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        loads, self._ready = list(self._ready.values()), {}
+        return _Loads(loads)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._promised.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    # ------------------------------------------------------------------ in the worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._pages = list(kv_caches.values())
+
+    @torch.inference_mode()
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        loads = self._get_connector_metadata().loads
+        if not loads:
+            return
+        assert self.parts is not None, "a pass was run before anything could be loaded"
+        model, attention = self.parts
+        for load in loads:
+            _restore(model, attention, self._pages, self.store.mirrors[load.name], load)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Everything is loaded before the first layer."""
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is saved from here."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved from here."""
+
+
+def _restore(
+    model: VllmModel,
+    attention: PagedAttention,
+    pages: Sequence[torch.Tensor],
+    mirror: Mirror,
+    load: _Load,
+) -> None:
+    """Write tokens [first, last) of a mirror into a request's pages, layer by layer."""
+    blocks = torch.tensor(load.blocks)
+    size = attention.block_size
+
+    def slots(positions: torch.Tensor) -> torch.Tensor:
+        return blocks[positions // size] * size + positions % size
+
+    def within(positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of `positions` are loaded, and those."""
+        every = torch.tensor(positions, dtype=torch.int64)
+        chosen = ((every >= load.first) & (every < load.last)).nonzero()[:, 0]
+        return chosen, every[chosen]
+
+    chosen, cached = within(mirror.cached)
+    sources = torch.tensor(mirror.sources, dtype=torch.int64)[chosen]
+    rows, own = within(mirror.positions)
+    kept, history = within(range(mirror.history_tokens))
+    for layer, memory in enumerate(pages):
+        if len(cached):
+            keys = mirror.canonical.kv.keys[layer][sources]
+            keys, _ = model.rotate(layer, cached, keys, None)
+            values = mirror.canonical.kv.values[layer][sources]
+            attention.write(layer, memory, keys, values, slots(cached))
+        for chosen_of, positions, kv in (
+            (kept, history, mirror.history.kv),
+            (rows, own, mirror.own),
+        ):
+            if len(positions):
+                attention.write(
+                    layer,
+                    memory,
+                    kv.keys[layer][chosen_of],
+                    kv.values[layer][chosen_of],
+                    slots(positions),
+                )

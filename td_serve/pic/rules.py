@@ -1,0 +1,22 @@
+"""The rule that a plan names."""
+
+from __future__ import annotations
+
+from td_serve.pic.base import Recovery
+from td_serve.pic.first import FirstPages, FirstTokens
+from td_serve.pic.full import Full
+from td_serve.pic.none import Nothing
+from td_serve.types import Rule, RuleName
+
+
+def recovery(rule: Rule, page_tokens: int) -> Recovery:
+    """The rule itself. `page_tokens` is the engine's block size."""
+    match rule.name:
+        case RuleName.FULL:
+            return Full()
+        case RuleName.NONE:
+            return Nothing()
+        case RuleName.FIRST_K:
+            return FirstTokens(rule.k)
+        case RuleName.FIRST_PAGES:
+            return FirstPages(rule.k, page_tokens)

@@ -1,0 +1,206 @@
+"""Which members of a round are prefilled by one pass, and what each takes from the others. Pure.
+
+Prompts come cut into segments. Those that several members have, in one order for all, make the
+round's canonical sequence; a member whose order is another, or who shares nothing, is served alone.
+What all prompts begin with, position for position, is no segment: it stands in everybody's own
+history, and in the header of the canonical sequence, so that what is shared was computed after what
+it is read after. Every prompt's last segment is its own: what is answered is always computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from td_serve.segments import key
+from td_serve.types import (
+    AgentId,
+    Canonical,
+    GenerateRequest,
+    MemberPass,
+    PassSpec,
+    Piece,
+    RequestId,
+    Rule,
+    SegmentKey,
+    SessionId,
+    Span,
+)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Tokens [start, end) of a prompt, by their key."""
+
+    key: SegmentKey
+    start: int
+    end: int
+
+
+class Reuse(msgspec.Struct, frozen=True, kw_only=True):
+    """The passes of a round, and why members that are in none are served alone."""
+
+    passes: list[PassSpec]
+    reasons: dict[RequestId, str]
+
+
+ALL_EXACT = Reuse(passes=[], reasons={})
+
+
+def plan_reuse(
+    sim: SessionId, members: Mapping[AgentId, GenerateRequest], rule: Rule, head: Sequence[int]
+) -> Reuse:
+    """One pass for those members that have something in common; `members` in the round's order.
+
+    `head` is what a prompt of the model begins with (a neutral system text, as its template has
+    it), for the canonical sequence's own header. Members under different salts never meet.
+    """
+    passes: list[PassSpec] = []
+    reasons: dict[RequestId, str] = {}
+    for group in _by_salt(members, reasons):
+        spec = _plan_group(sim, group, rule, head, reasons)
+        if spec is not None:
+            passes.append(spec)
+    return Reuse(passes=passes, reasons=reasons)
+
+
+def _by_salt(
+    members: Mapping[AgentId, GenerateRequest], reasons: dict[RequestId, str]
+) -> list[dict[AgentId, GenerateRequest]]:
+    """Members that may share KV. Mutates `reasons`: adds those who may with nobody."""
+    groups: dict[str | None, dict[AgentId, GenerateRequest]] = {}
+    for agent, request in members.items():
+        if not request.cuts:
+            reasons[request.request_id] = "its prompt is one segment"
+        elif not request.hand_over or request.n > 1:
+            reasons[request.request_id] = "its prompt is computed where it is decoded"
+        else:
+            groups.setdefault(request.cache_salt, {})[agent] = request
+    return list(groups.values())
+
+
+def _plan_group(
+    sim: SessionId,
+    group: Mapping[AgentId, GenerateRequest],
+    rule: Rule,
+    head: Sequence[int],
+    reasons: dict[RequestId, str],
+) -> PassSpec | None:
+    prompts = {agent: segments(one.prompt_token_ids, one.cuts) for agent, one in group.items()}
+    begin = _common_beginning(list(prompts.values()))
+    # The last one is what is answered.
+    inner = {agent: found[begin:-1] for agent, found in prompts.items()}
+    counts = Counter(one for found in inner.values() for one in {part.key for part in found})
+    shared = {one for one, count in counts.items() if count > 1}
+    order = _one_order(inner, shared)
+    fitting = {}
+    for agent, request in group.items():
+        parts = _first_of_each(inner[agent], shared)
+        places = [order.index(part.key) for part in parts]
+        if not parts:
+            reasons[request.request_id] = "it shares no segment with others"
+        elif places != sorted(places):
+            reasons[request.request_id] = "its segments stand in another order than the others'"
+        else:
+            fitting[agent] = parts
+    if len(fitting) < 2:
+        reasons.update((group[agent].request_id, "nobody else fits") for agent in fitting)
+        return None
+    texts = {
+        part.key: group[agent].prompt_token_ids[part.start : part.end]
+        for agent, parts in fitting.items()
+        for part in parts
+    }
+    first = next(iter(fitting))
+    scope = (sim, group[first].cache_salt or "")
+    common = group[first].prompt_token_ids[: prompts[first][begin].start]
+    named = [one for one in order if one in texts]
+    canonical = _canonical(scope, [*head, *common], [texts[one] for one in named])
+    sources = dict(zip(named, canonical.segments, strict=True))
+    return PassSpec(
+        canonical=canonical,
+        rule=rule,
+        members=[
+            _member((*scope, agent), group[agent], parts, sources)
+            for agent, parts in fitting.items()
+        ],
+    )
+
+
+def segments(tokens: Sequence[int], cuts: Sequence[int]) -> list[_Segment]:
+    """A prompt's segments, cut before each of `cuts`; empty ones are none."""
+    edges = sorted({0, len(tokens), *cuts})
+    return [
+        _Segment(key((), tokens[start:end]), start, end) for start, end in itertools.pairwise(edges)
+    ]
+
+
+def _common_beginning(prompts: Sequence[Sequence[_Segment]]) -> int:
+    """With how many segments all of them begin; never all of a prompt's."""
+    count = 0
+    for same in zip(*prompts, strict=False):
+        if len({segment.key for segment in same}) > 1:
+            break
+        count += 1
+    return min([count, *(len(prompt) - 1 for prompt in prompts)])
+
+
+def _one_order(
+    inner: Mapping[AgentId, Sequence[_Segment]], shared: set[SegmentKey]
+) -> list[SegmentKey]:
+    """One order of the shared segments: each member's own, as far as it does not contradict.
+
+    What a member has more than those before it comes after what it stands behind there.
+    """
+    order: list[SegmentKey] = []
+    for found in inner.values():
+        at = 0
+        for part in _first_of_each(found, shared):
+            if part.key in order:
+                at = order.index(part.key) + 1
+            else:
+                order.insert(at, part.key)
+                at += 1
+    return order
+
+
+def _first_of_each(found: Sequence[_Segment], shared: set[SegmentKey]) -> list[_Segment]:
+    """A member's shared segments; of one that stands there twice the first."""
+    parts: dict[SegmentKey, _Segment] = {}
+    for part in found:
+        if part.key in shared:
+            parts.setdefault(part.key, part)
+    return list(parts.values())
+
+
+def _canonical(
+    scope: Sequence[str], header: list[int], texts: Sequence[Sequence[int]]
+) -> Canonical:
+    """The sequence; its name is its header's, so that what follows may grow from round to round."""
+    tokens = list(header)
+    spans = []
+    for text in texts:
+        spans.append(Span(start=len(tokens), tokens=len(text)))
+        tokens += text
+    return Canonical(key=key(scope, header), token_ids=tokens, segments=spans)
+
+
+def _member(
+    scope: Sequence[str],
+    request: GenerateRequest,
+    parts: Sequence[_Segment],
+    sources: Mapping[SegmentKey, Span],
+) -> MemberPass:
+    return MemberPass(
+        request_id=request.request_id,
+        history=key(scope, []),
+        token_ids=request.prompt_token_ids[: parts[-1].end],
+        pieces=[
+            Piece(start=part.start, tokens=part.end - part.start, source=sources[part.key].start)
+            for part in parts
+        ],
+    )

@@ -1,0 +1,118 @@
+"""Rounds whose shared part is computed once, through the deployment."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.harness import Cluster
+from tests.conftest import MODEL
+
+pytestmark = pytest.mark.cluster
+
+AGENTS = ("ada", "bo", "cyd")
+SAID = {
+    "ada": "I have baked forty loaves, and the oven is still warm. Whoever is hungry may come. ",
+    "bo": "The river is a hand higher than yesterday; the ferry goes only before noon. ",
+    "cyd": "Somebody has left the gate of the lower field open again, and two goats are gone. ",
+}
+_sims = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def use(cluster: Cluster) -> Iterator[Callable[..., None]]:
+    """Change how rounds are prefilled, while the deployment runs."""
+    before = copy.deepcopy(cluster.data)
+
+    def change(**reuse: Any) -> None:
+        data = copy.deepcopy(before)
+        (coordinator,) = [
+            one
+            for one in data["applications"][0]["deployments"]
+            if one["name"] == "RoundCoordinator"
+        ]
+        coordinator["user_config"]["reuse"] = reuse
+        cluster.deploy(data)
+
+    yield change
+    cluster.deploy(before)
+
+
+def play(cluster: Cluster, number: int = 0, **fields: Any) -> dict[str, Any]:
+    """A round in which all read the same three texts."""
+    body = {
+        "model": MODEL,
+        "sim": f"blend-{next(_sims)}",
+        "round": number,
+        "preamble": "You live in a village by a river.",
+        "agents": [
+            {
+                "agent": agent,
+                "system": f"You are {agent}, who has lived here for {years} years.",
+                "private": f"{agent} slept badly and thinks of the winter. " * years,
+                "task": "What do you do now? Answer in one sentence.",
+            }
+            for years, agent in enumerate(AGENTS, start=1)
+        ],
+        "shared": [{"agent": agent, "text": text * 3} for agent, text in SAID.items()],
+        "completion": {"max_tokens": 24, "temperature": 0},
+        "stream": False,
+        **fields,
+    }
+    answer = httpx.post(f"{cluster.url}/rounds", json=body, timeout=120)
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    assert found["failed"] == 0, found
+    return found
+
+
+def said(round_: dict[str, Any]) -> dict[str, str]:
+    return {
+        one["agent"]: one["response"]["choices"][0]["message"]["content"]
+        for one in round_["results"]
+    }
+
+
+def test_a_pass_that_computes_everything_answers_as_ordinary_prefills_do(
+    cluster: Cluster, use: Callable[..., None]
+) -> None:
+    use(mode="exact")
+    exact = play(cluster)
+    use(mode="blend", rule="full")
+    blended = play(cluster)
+    assert said(blended) == said(exact)
+    assert blended["usage"]["prompt_tokens"] == exact["usage"]["prompt_tokens"]
+    cluster.wait_until_idle()
+
+
+def test_what_all_share_is_computed_once_and_exact_requests_stay_exact(
+    cluster: Cluster, use: Callable[..., None]
+) -> None:
+    use(mode="exact")
+    exact = play(cluster)
+    use(mode="blend", rule="none")
+    blended = play(cluster)
+    assert said(blended).keys() == set(AGENTS)
+    # Nobody computes the three texts: three times some sixty tokens each, for all of three agents.
+    assert blended["usage"]["prompt_tokens_details"]["cached_tokens"] > 3 * 3 * 50
+    use(mode="exact")
+    assert said(play(cluster)) == said(exact)
+    cluster.wait_until_idle()
+
+
+def test_the_next_round_of_a_live_session_keeps_what_it_can(
+    cluster: Cluster, use: Callable[..., None]
+) -> None:
+    """Nothing is handed in: the outputs on record are what is shared."""
+    use(mode="blend", rule="first_pages", k=2)
+    sim = f"blend-live-{next(_sims)}"
+    for number in range(3):
+        round_ = play(cluster, number, sim=sim, shared=None)
+        assert said(round_).keys() == set(AGENTS)
+        assert round_["shared_complete"]
+    cluster.wait_until_idle()

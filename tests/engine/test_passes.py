@@ -1,0 +1,244 @@
+"""Passes in a real engine's worker, and requests that load what they made: exact where promised."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+from td_serve.engine.restoring import RESTORE, digest
+from td_serve.models.random_model import write_random
+from td_serve.segments import key
+from td_serve.types import (
+    Canonical,
+    MemberPass,
+    PassResult,
+    PassSpec,
+    PassTokens,
+    Piece,
+    RequestId,
+    Rule,
+    RuleName,
+    Span,
+    pack,
+    unpack,
+)
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 32
+HEADER = 24
+FULL = Rule(name=RuleName.FULL)
+NONE = Rule(name=RuleName.NONE)
+_numbers = itertools.count()
+
+
+class Engine:
+    """An engine with passes, in this process."""
+
+    def __init__(self, model: Path, **arguments: Any) -> None:
+        self.llm = LLM(
+            model=str(model),
+            dtype="float32",
+            block_size=BLOCK,
+            enforce_eager=True,
+            worker_extension_cls="td_serve.engine.worker.PassWorker",
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="RoundConnector",
+                kv_connector_module_path="td_serve.engine.restoring",
+                kv_role="kv_both",
+            ),
+            **{"max_model_len": 1024, "kv_cache_memory_bytes": 2**27, **arguments},
+        )
+
+    def call(self, method: str, *args: Any) -> Any:
+        (answer,) = self.llm.collective_rpc(method, args=args)
+        return answer
+
+    def run(self, spec: PassSpec, budget_s: float = 0.0) -> PassResult:
+        self.call("td_begin", pack(spec))
+        while (packed := self.call("td_step", budget_s)) is None:
+            pass
+        return unpack(packed, PassResult)
+
+    def answers(
+        self, members: list[Member], *, load: bool, salted: bool = True, max_tokens: int = 32
+    ) -> list[list[int]]:
+        prompts = []
+        parameters = []
+        for member in members:
+            prompt: dict[str, Any] = {"prompt_token_ids": member.prompt}
+            if salted:
+                prompt["cache_salt"] = f"{member.spec.request_id}-{load}"
+            extra: dict[str, Any] = {}
+            if load:
+                shared = member.spec.token_ids
+                ready = {
+                    "name": member.spec.request_id,
+                    "tokens": len(shared),
+                    "digest": digest(shared),
+                }
+                extra = {"kv_transfer_params": {RESTORE: ready}}
+            prompts.append(prompt)
+            parameters.append(
+                SamplingParams(
+                    temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None
+                )
+            )
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    @property
+    def store(self) -> Any:
+        (store,) = self.llm.collective_rpc(lambda worker: worker.td_passes.store)
+        return store
+
+    def release(self, members: list[Member]) -> None:
+        self.call("td_release", [member.spec.request_id for member in members])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    write_random(path, like="llama", layers=4, kv_heads=2, head_dim=64)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Engine:
+    return Engine(model)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(request: pytest.FixtureRequest) -> Any:
+    yield
+    engine: Engine = request.getfixturevalue("engine")
+    engine.store.check_integrity()
+    assert not engine.store.mirrors
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(1000, 40_000), k=count)
+
+
+class Round:
+    """A round's canonical sequence: a header and some segments."""
+
+    def __init__(self, *lengths: int, seed: int = 1) -> None:
+        ids = tokens(HEADER, 7)
+        spans = []
+        for number, count in enumerate(lengths):
+            spans.append(Span(start=len(ids), tokens=count))
+            ids = ids + tokens(count, seed * 100 + number)
+        self.canonical = Canonical(key=key(("test",), ids), token_ids=ids, segments=spans)
+
+
+class Member:
+    """An agent in a round: its history, the segments, and a task that the engine computes."""
+
+    def __init__(self, round_: Round, history: list[int], name: str, task: int = 12) -> None:
+        prompt, pieces = list(history), []
+        for span in round_.canonical.segments:
+            pieces.append(Piece(start=len(prompt), tokens=span.tokens, source=span.start))
+            prompt += round_.canonical.token_ids[span.start : span.start + span.tokens]
+        self.spec = MemberPass(
+            request_id=RequestId(f"member-{next(_numbers)}"),
+            history=name,
+            token_ids=prompt,
+            pieces=pieces,
+        )
+        self.prompt = prompt + tokens(task, next(_numbers))
+
+
+def members_of(round_: Round, *histories: int) -> list[Member]:
+    return [
+        Member(round_, tokens(count, 50 + seed), f"agent-{next(_numbers)}")
+        for seed, count in enumerate(histories)
+    ]
+
+
+def spec_of(round_: Round, members: list[Member], rule: Rule) -> PassSpec:
+    return PassSpec(canonical=round_.canonical, rule=rule, members=[m.spec for m in members])
+
+
+def test_with_everything_computed_answers_are_the_engines_own(engine: Engine) -> None:
+    round_ = Round(70, 33, 5)
+    members = members_of(round_, 40, 0, 131, 64)
+    found = engine.run(spec_of(round_, members, FULL))
+    for member in members:
+        private = member.spec.pieces[0].start
+        assert found.members[member.spec.request_id] == PassTokens(
+            prompt=private + 108, local=0, reused=0, selected=108, new=private
+        )
+    assert engine.answers(members, load=True) == engine.answers(members, load=False)
+    engine.release(members)
+
+
+def test_a_next_round_takes_history_and_earlier_segments_from_what_is_kept(engine: Engine) -> None:
+    first = Round(70)
+    before = members_of(first, 40, 90)
+    engine.run(spec_of(first, before, NONE))
+    engine.release(before)
+    second = Round(70, 50)
+    histories = [member.spec.token_ids[: member.spec.pieces[0].start] for member in before]
+    members = [
+        Member(second, [*history, *tokens(21, seed)], earlier.spec.history)
+        for seed, (history, earlier) in enumerate(zip(histories, before, strict=True))
+    ]
+    found = engine.run(spec_of(second, members, FULL))
+    for member, history in zip(members, histories, strict=True):
+        counted = found.members[member.spec.request_id]
+        assert (counted.local, counted.new) == (len(history), 21)
+    assert engine.answers(members, load=True) == engine.answers(members, load=False)
+    engine.release(members)
+
+
+def test_reuse_leaves_exact_requests_exact(engine: Engine) -> None:
+    """The same prompts without a salt, before and after: reused KV never meets them."""
+    round_ = Round(90, 90, seed=2)
+    members = members_of(round_, 33, 64)
+    exact = engine.answers(members, load=False)
+    engine.run(spec_of(round_, members, NONE))
+    reused = engine.answers(members, load=True)
+    assert reused != exact, "or this would prove nothing"
+    assert engine.answers(members, load=False, salted=False) == exact
+    engine.release(members)
+
+
+def test_together_and_one_by_one_members_get_the_same(engine: Engine) -> None:
+    round_ = Round(90, 90, seed=3)
+    rule = Rule(name=RuleName.FIRST_K, k=8)
+    together = members_of(round_, 33, 64, 0)
+    engine.run(spec_of(round_, together, rule))
+    alone = members_of(round_, 33, 64, 0)
+    for one, other in zip(together, alone, strict=True):
+        other.prompt = one.prompt
+        engine.run(spec_of(round_, [other], rule))
+    assert engine.answers(together, load=True) == engine.answers(alone, load=True)
+    engine.release(together + alone)
+
+
+def test_a_prompt_that_is_not_what_was_made_ready_is_computed(engine: Engine) -> None:
+    round_ = Round(70, seed=4)
+    (member,) = members_of(round_, 40)
+    engine.run(spec_of(round_, [member], NONE))
+    member.prompt[3] += 1
+    assert engine.answers([member], load=True) == engine.answers([member], load=False)
+    engine.release([member])
+
+
+def test_a_pass_that_is_given_up_leaves_nothing(engine: Engine) -> None:
+    round_ = Round(70, seed=5)
+    members = members_of(round_, 40)
+    engine.call("td_begin", pack(spec_of(round_, members, FULL)))
+    assert engine.call("td_step", 0.0) is None
+    engine.call("td_abort")
+    assert not engine.store.mirrors
+    engine.run(spec_of(round_, members, FULL))
+    assert engine.answers(members, load=True) == engine.answers(members, load=False)
+    engine.release(members)

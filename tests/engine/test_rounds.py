@@ -1,0 +1,194 @@
+"""Rounds by passes, from a prefill engine to a decode engine: right tokens, and nothing stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from td_serve.config import DispatchSettings
+from td_serve.dispatch import Dispatcher
+from td_serve.engine.local import LocalEngines
+from td_serve.metrics import silent_metrics
+from td_serve.segments import key
+from td_serve.types import (
+    Canonical,
+    GenerateRequest,
+    Handover,
+    MemberPass,
+    PassSpec,
+    Piece,
+    RoundPlan,
+    RoundPrefill,
+    Rule,
+    RuleName,
+    SessionId,
+    Span,
+)
+from tests.engine.rig import CONVERSATIONS, ENGINE, NIXL, Oracle, make_request, some_tokens
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+HEADER = 20
+SEGMENTS = (64, 33, 90)
+FULL = Rule(name=RuleName.FULL)
+NONE = Rule(name=RuleName.NONE)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(tiny: Path) -> AsyncIterator[LocalEngines]:
+    engine = msgspec.structs.replace(ENGINE, enable_prefix_caching=True)
+    engines = LocalEngines.start(str(tiny), engine, NIXL, CONVERSATIONS)
+    yield engines
+    engines.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def nothing_stays(engines: LocalEngines) -> AsyncIterator[None]:
+    yield
+    async with asyncio.timeout(30):
+        while any(host.state().kv_usage for host in engines.hosts):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+class Shared:
+    """What all members of a round read, in one order, after a header."""
+
+    def __init__(self, seed: int) -> None:
+        ids = some_tokens(HEADER, 1)
+        spans = []
+        for number, count in enumerate(SEGMENTS):
+            spans.append(Span(start=len(ids), tokens=count))
+            ids += some_tokens(count, 10 * seed + number)
+        self.canonical = Canonical(key=key((), ids), token_ids=ids, segments=spans)
+
+    def member(self, history: int, seed: int) -> tuple[GenerateRequest, MemberPass]:
+        prompt = some_tokens(history, seed)
+        pieces = []
+        for span in self.canonical.segments:
+            pieces.append(Piece(start=len(prompt), tokens=span.tokens, source=span.start))
+            prompt += self.canonical.token_ids[span.start : span.start + span.tokens]
+        request = make_request(prompt + some_tokens(12, seed + 1), None)
+        part = MemberPass(
+            request_id=request.request_id,
+            history=f"history-{seed}",
+            token_ids=prompt,
+            pieces=pieces,
+        )
+        return request, part
+
+
+def round_of(
+    shared: Shared, members: list[tuple[GenerateRequest, MemberPass]], rule: Rule
+) -> RoundPrefill:
+    spec = PassSpec(canonical=shared.canonical, rule=rule, members=[part for _, part in members])
+    return RoundPrefill(
+        plan=RoundPlan(sim=SessionId("sim"), round=0, members=[]),
+        requests=[request for request, _ in members],
+        passes=[spec],
+    )
+
+
+async def play(
+    engines: LocalEngines, work: RoundPrefill
+) -> tuple[list[list[int]], dict[str, Handover]]:
+    """Each member's tokens, in order, and how it was prefilled."""
+    handovers: dict[str, Handover] = {}
+    async for part in engines.prefill_round(work):
+        assert part.handover is not None, part.error
+        handovers[part.request_id] = part.handover
+    answers = [await answer(engines, one, handovers[one.request_id]) for one in work.requests]
+    return answers, handovers
+
+
+async def answer(
+    engines: LocalEngines, request: GenerateRequest, handover: Handover | None = None
+) -> list[int]:
+    dispatcher = Dispatcher(engines, DispatchSettings(), silent_metrics())
+    return [
+        token
+        async for delta in dispatcher.generate(request, handover)
+        for choice in delta.choices
+        for token in choice.token_ids
+    ]
+
+
+async def test_a_pass_that_computes_everything_gives_the_engines_own_answers(
+    engines: LocalEngines, oracle: Oracle
+) -> None:
+    shared = Shared(seed=2)
+    members = [shared.member(history, 100 * history) for history in (1, 40, 131)]
+    answers, handovers = await play(engines, round_of(shared, members, FULL))
+    assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+    assert [one.cached_tokens for one in handovers.values()] == [0, 0, 0]
+
+
+async def test_what_a_pass_reused_counts_as_not_computed(engines: LocalEngines) -> None:
+    shared = Shared(seed=3)
+    members = [shared.member(history, 100 * history + 1) for history in (1, 40)]
+    _, handovers = await play(engines, round_of(shared, members, NONE))
+    assert [one.cached_tokens for one in handovers.values()] == [sum(SEGMENTS)] * 2
+
+
+async def test_reused_kv_meets_no_exact_request_on_either_engine(
+    engines: LocalEngines, oracle: Oracle
+) -> None:
+    """The same prompts, asked again without a round, with both engines' prefix caches warm."""
+    shared = Shared(seed=4)
+    members = [shared.member(history, 100 * history + 2) for history in (33, 64)]
+    reused, _ = await play(engines, round_of(shared, members, NONE))
+    exact = [oracle.answer(request.prompt_token_ids) for request, _ in members]
+    assert reused != exact, "or this would prove nothing"
+    for (request, _), wanted in zip(members, exact, strict=True):
+        again = make_request(request.prompt_token_ids, None)
+        assert await answer(engines, again) == wanted
+
+
+async def test_members_outside_a_pass_are_prefilled_by_themselves(
+    engines: LocalEngines, oracle: Oracle
+) -> None:
+    shared = Shared(seed=5)
+    members = [shared.member(history, 100 * history + 3) for history in (10, 20, 30)]
+    work = round_of(shared, members[:2], FULL)
+    work = msgspec.structs.replace(work, requests=[request for request, _ in members])
+    answers, _ = await play(engines, work)
+    assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+
+
+async def test_a_pass_that_fails_has_its_members_served_alone(
+    engines: LocalEngines, oracle: Oracle
+) -> None:
+    shared = Shared(seed=6)
+    members = [shared.member(history, 100 * history + 4) for history in (10, 20)]
+    work = round_of(shared, members, FULL)
+    (spec,) = work.passes
+    beyond = [Piece(start=0, tokens=10_000, source=0)]
+    broken = [msgspec.structs.replace(part, pieces=beyond) for part in spec.members]
+    work = msgspec.structs.replace(work, passes=[msgspec.structs.replace(spec, members=broken)])
+    answers, _ = await play(engines, work)
+    assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1])
+async def test_a_round_that_is_given_up_in_mid_pass_leaves_the_next_one_alone(
+    engines: LocalEngines, oracle: Oracle, after_s: float
+) -> None:
+    shared = Shared(seed=7)
+    members = [shared.member(history, 100 * history + 5) for history in (10, 20)]
+    parts = engines.prefill_round(round_of(shared, members, FULL))
+    first = asyncio.ensure_future(anext(parts))
+    await asyncio.sleep(after_s)
+    first.cancel()
+    try:
+        part = await first
+        assert part.handover is not None
+        await engines.release(part.handover)
+    except asyncio.CancelledError:
+        pass
+    await parts.aclose()
+    answers, _ = await play(engines, round_of(shared, members, FULL))
+    assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
