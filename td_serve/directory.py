@@ -38,7 +38,10 @@ class _Entry:
 @dataclass
 class _Kept:
     handle: Handle
+    ends_at: float
+    """As its replica told it. Not moved by being found: that alone makes no turn newer."""
     expires_at: float
+    """When it is forgotten here; moved on whenever it is found."""
 
 
 class KVDirectory:
@@ -85,10 +88,11 @@ class KVDirectory:
         After a restart two replicas may each tell of a turn: the one used last is the newer.
         """
         tenant = self._tenants.setdefault(tenant_of(handle.conversation), OrderedDict())
-        new = _Kept(handle, self._clock() + handle.remaining_s)
+        ends_at = self._clock() + handle.remaining_s
+        new = _Kept(handle, ends_at, ends_at)
         known = tenant.get(handle.conversation)
         if known is not None and known.handle.replica != handle.replica:
-            old = min(known, new, key=lambda one: one.expires_at)
+            old = min(known, new, key=lambda one: one.ends_at)
             self._superseded.setdefault(old.handle.replica, []).append(old.handle.lease)
             if old is new:
                 return

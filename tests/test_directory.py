@@ -112,6 +112,20 @@ def test_of_two_replicas_that_tell_of_a_turn_the_one_used_last_counts() -> None:
         directory.check_integrity()
 
 
+def test_a_turn_that_was_found_is_not_newer_than_one_that_is_told_late() -> None:
+    """The directory stood still; what it is asked first is a find that nobody waits for any more."""
+    clock = Clock()
+    directory = KVDirectory(clock=clock)
+    directory.keep(kept_by("d1", "one"))
+    clock.now += 10.0  # two seconds ago the next turn was kept
+    directory.find(key("t", "c"))
+    newer = kept_by("d2", "two", 478.0)
+    directory.keep(newer)
+    assert directory.find(key("t", "c")) == newer
+    assert directory.register(state("d1")).superseded == ["one"]
+    assert directory.register(state("d2")).superseded == []
+
+
 def test_a_replica_that_has_gone_is_told_nothing_and_nothing_is_kept_for_it() -> None:
     clock = Clock()
     directory = KVDirectory(ttl_s=10.0, clock=clock)
