@@ -113,7 +113,7 @@ def test_of_two_replicas_that_tell_of_a_turn_the_one_used_last_counts() -> None:
 
 
 def test_a_turn_that_was_found_is_not_newer_than_one_that_is_told_late() -> None:
-    """The directory stood still; what it is asked first is a find that nobody waits for any more."""
+    """The directory stood still; first it answers a find that nobody waits for any more."""
     clock = Clock()
     directory = KVDirectory(clock=clock)
     directory.keep(kept_by("d1", "one"))

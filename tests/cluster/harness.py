@@ -199,6 +199,23 @@ class Cluster:
                 found.append(process.pid)
         return found
 
+    def pid_of(self, replica: str) -> int:
+        """The process that hosts the engine `replica`, which is not the engine's own."""
+        (found,) = [
+            one["pid"]
+            for app in self.status()["applications"].values()
+            for deployment in app["deployments"].values()
+            for one in deployment["replicas"]
+            if one["replica_id"] in replica.split("-")
+        ]
+        return int(found)
+
+    def engine_of(self, replica: str) -> psutil.Process:
+        """The process of the engine `replica`."""
+        children = psutil.Process(self.pid_of(replica)).children(recursive=True)
+        (engine,) = [child for child in children if "Engine" in child.name()]
+        return engine
+
     def kill(self, deployment: str) -> None:
         """Kill the replicas of a deployment, as a crash would."""
         pids = self.pids(deployment)
