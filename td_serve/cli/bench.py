@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
+
+from td_serve.errors import TdServeError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,6 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     benches = parser.add_subparsers(title="benches", metavar="WHAT", required=True)
     _add_serve(benches)
     _add_bidirectional(benches)
+    _add_reuse(benches)
 
 
 def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -182,6 +186,87 @@ def run_bidirectional(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot(result, args.model, args.plot)
     return 0
+
+
+def _add_reuse(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = benches.add_parser(
+        "reuse",
+        help="what prefilling a round as one unit saves, and what it costs in fidelity",
+        description="Play rounds of a recorded trace on one engine: with vLLM's own prefix "
+        "caching, with the shared text first, and by passes with each preset's rule, together and "
+        "member by member. Says how long all first tokens took, and how far answers are from exact "
+        "ones.",
+    )
+    bench.add_argument("--trace", type=Path, required=True, metavar="TRACE")
+    bench.add_argument("--model", default="smollm2-135m-instruct", metavar="MODEL")
+    bench.add_argument("--agents", type=_positive, metavar="N", help="the first N (default: all)")
+    bench.add_argument(
+        "--first", type=_positive, default=1, metavar="T", help="first round (default: 1)"
+    )
+    bench.add_argument(
+        "--rounds", type=_positive, default=1, metavar="R", help="how many (default: 1)"
+    )
+    bench.add_argument(
+        "--presets",
+        default="td,none",
+        metavar="NAME,…",
+        help="td, none, first_k, full; the summary is of the first (default: td,none)",
+    )
+    bench.add_argument("--window", type=_positive, default=8192, metavar="N", help="in tokens")
+    bench.add_argument("--dtype", default="float32", metavar="TYPE", help="(default: float32)")
+    bench.add_argument("--fidelity", action="store_true", help="compare answers, too")
+    bench.add_argument("--no-speed", action="store_true", help="fidelity alone")
+    bench.add_argument("--json", type=Path, metavar="OUT", help="write all numbers here")
+    bench.set_defaults(func=run_reuse)
+
+
+def run_reuse(args: argparse.Namespace) -> int:
+    """Measure, print the tables, write the report.
+
+    Raises:
+        TdServeError: the trace does not fit, or a pass that computes everything is not exact.
+    """
+    from rich.console import Console
+
+    from td_serve.bench.reuse import Options, Preset, bench_reuse
+    from td_serve.bench.reuse_report import fidelity_table, speed_table
+    from td_serve.report import envelope, write_json
+
+    options = Options(
+        trace=args.trace,
+        model=args.model,
+        presets=_presets(args.presets, Preset),
+        agents=args.agents,
+        first=args.first,
+        rounds=args.rounds,
+        window=args.window,
+        dtype=args.dtype,
+        speed=not args.no_speed,
+        fidelity=args.fidelity or args.no_speed,
+    )
+    result = bench_reuse(options, lambda line: print(line, file=sys.stderr, flush=True))
+    out = Console(highlight=False)
+    out.width = max(out.width, 100)
+    if result.rows:
+        out.print(speed_table(result))
+    if result.fidelity:
+        out.print(fidelity_table(result))
+    if result.cut:
+        out.print(f"{result.cut} prompts did not fit the window of {options.window} and were cut")
+    if args.json is not None:
+        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        rows = {"speed": result.rows, "fidelity": result.fidelity}
+        write_json(args.json, envelope(command, 0, rows, result.summary))
+    return 0
+
+
+def _presets(text: str, kind: Any) -> Any:
+    """Raises TdServeError when a name is no preset."""
+    names = [one.value for one in kind]
+    for name in text.split(","):
+        if name not in names:
+            raise TdServeError(f"--presets: {name!r}, expected some of {', '.join(names)}")
+    return tuple(kind(name) for name in text.split(","))
 
 
 def _count(text: str) -> int:

@@ -25,6 +25,7 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
 from td_serve.engine.codec import encode_sampling, to_output
+from td_serve.engine.heads import neutral_head
 from td_serve.errors import BadRequest, RequestError
 from td_serve.segments import SEPARATOR, tokenise
 from td_serve.tenants import salt
@@ -35,10 +36,6 @@ Serve = Callable[[GenerateRequest], AsyncGenerator[Delta, None]]
 ORIGIN_ARG = "td_origin"
 """Key of the sampling parameters' extra arguments under which a request's origin travels from our
 ingress through vLLM's OpenAI layer to here. Clients cannot set it: the ingress refuses it."""
-
-
-_NEUTRAL = "You are one of several who take part."
-"""Nobody's own system text: what is shared is computed after it."""
 
 
 class RemoteEngine(EngineClient):
@@ -53,21 +50,7 @@ class RemoteEngine(EngineClient):
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._serve = serve
-        self._head = self._neutral_head()
-
-    def _neutral_head(self) -> list[int]:
-        """What a chat begins with, its system text a neutral one; empty without a template."""
-        tokenizer = self.renderer.get_tokenizer()
-        messages = [
-            {"role": "system", "content": _NEUTRAL},
-            {"role": "user", "content": SEPARATOR},
-        ]
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception:  # noqa: BLE001 - templates raise what they like, and some know no system
-            return []
-        before, found, _ = str(text).partition(SEPARATOR)
-        return self._encode(before) if found else []
+        self._head = neutral_head(self.renderer.get_tokenizer())
 
     async def generate(
         self,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -29,9 +30,13 @@ from td_serve.types import (
     PassSpec,
     PassTokens,
     Piece,
+    Rule,
+    RuleName,
     pack,
     unpack,
 )
+
+T = TypeVar("T")
 
 _CANONICAL = "canonical"
 _HISTORY = "history"
@@ -60,6 +65,12 @@ class PassWorker:
         """Go on for about `budget_s` seconds, one layer at least; the result when it is done."""
         result = self._td_ready().step(budget_s)
         return None if result is None else pack(result)
+
+    @torch.inference_mode()
+    def td_score(self, packed: bytes, prompts: list[list[int]], rules: list[str], last: int) -> Any:
+        """See `Passes.score`; `rules` are those of `types.Rule`, as JSON."""
+        named = [msgspec.json.decode(rule, type=Rule) for rule in rules]
+        return self._td_ready().score(unpack(packed, PassSpec), prompts, named, last)
 
     def td_abort(self) -> None:
         """Give a pass up that is under way, if one is."""
@@ -128,6 +139,45 @@ class Passes:
             self._under_way.close()
             self._under_way = None
 
+    def score(
+        self, spec: PassSpec, prompts: list[list[int]], rules: list[Rule], last: int
+    ) -> list[dict[str, list[list[float]]]]:
+        """How far each rule's answers are from those of full recomputation.
+
+        Of the `last` tokens of every prompt, for each rule, by member and token: `kl`, the
+        Kullback-Leibler divergence in nats, and `same`, 1 where the likeliest token is the same.
+        Nothing is kept of it, and no history is used.
+        """
+        canonical = _finish(self._canonical(spec.canonical))
+        wanted = self._logits(spec, prompts, canonical, Rule(name=RuleName.FULL), last)
+        wanted = wanted.log_softmax(-1)
+        found = []
+        for rule in rules:
+            other = self._logits(spec, prompts, canonical, rule, last).log_softmax(-1)
+            kl = (wanted.exp() * (wanted - other)).sum(-1).view(len(prompts), last)
+            same = (wanted.argmax(-1) == other.argmax(-1)).float().view(len(prompts), last)
+            found.append({"kl": kl.tolist(), "same": same.tolist()})
+        return found
+
+    def _logits(
+        self, spec: PassSpec, prompts: list[list[int]], canonical: Run, rule: Rule, last: int
+    ) -> torch.Tensor:
+        """Of each prompt's last tokens, [prompts * last, vocabulary]."""
+        size = self._attention.block_size
+        chosen = recovery(rule, size).chosen(spec.canonical.segments, canonical.kv.tokens)
+        extents = [
+            Extent(tokens=len(prompt), history=0, pieces=member.pieces)
+            for prompt, member in zip(prompts, spec.members, strict=True)
+        ]
+        rows = layout(extents, chosen, size)
+        wanted = [row for share in rows.shares for row in range(share.last - last, share.last)]
+        group = Group(
+            rows, _ids(rows, prompts), canonical.kv, [None] * len(prompts), logits_of=wanted
+        )
+        logits = _finish(run_pass(self._model, self._attention, group)).logits
+        assert logits is not None, "logits were asked for"
+        return logits
+
     def _play(self, spec: PassSpec) -> Generator[None, None, PassResult]:
         canonical = yield from self._canonical(spec.canonical)
         rule = recovery(spec.rule, self._attention.block_size)
@@ -195,6 +245,16 @@ class Passes:
                 mirror.own.part(0, new)
             )
             self.store.keep(_HISTORY, member.history, Run(member.token_ids[:private], kv))
+
+
+def _finish(steps: Generator[None, None, T]) -> T:
+    """Everything at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def _extent(member: MemberPass, history: int) -> Extent:

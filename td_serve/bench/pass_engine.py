@@ -1,0 +1,173 @@
+"""An engine in this process that plays rounds, as it is or by passes, and says how long it took."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from td_serve.bench.trace_rounds import Round
+from td_serve.reuse import Reuse
+from td_serve.types import PassResult, PassSpec, PassTokens, Rule, pack, unpack
+
+BLOCK_SIZE = 32
+_BYTES_OF_STORE = 4 * 2**30
+_WHOLE_PASS_S = 3600.0
+
+
+@dataclass
+class Played:
+    """A round: seconds until its last first token, of which in passes; the tokens that were
+    computed for it, by whatever way; and the answers by agent."""
+
+    seconds: float
+    computed: int
+    pass_seconds: float = 0.0
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    counted: list[PassTokens] = field(default_factory=list)
+
+
+class PassEngine:
+    """Made once in a process. `pool_tokens` is how many tokens its KV pool holds."""
+
+    def __init__(self, model: str, dtype: str, window: int, pool_tokens: int) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        from td_serve.engine.restoring import STORE_BYTES
+
+        self._llm = LLM(
+            model=model,
+            dtype=dtype,
+            max_model_len=window,
+            block_size=BLOCK_SIZE,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            # Or vLLM would measure how much memory there is.
+            kv_cache_memory_bytes=2**29,
+            num_gpu_blocks_override=-(-pool_tokens // BLOCK_SIZE),
+            worker_extension_cls="td_serve.engine.worker.PassWorker",
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="RoundConnector",
+                kv_connector_module_path="td_serve.engine.restoring",
+                kv_role="kv_both",
+                kv_connector_extra_config={STORE_BYTES: _BYTES_OF_STORE},
+            ),
+        )
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self._llm.reset_prefix_cache()
+
+    def play_plain(self, round_: Round, salt: str, max_tokens: int = 1) -> Played:
+        """Every member as an ordinary request."""
+        return self._answer(round_, dict.fromkeys(map(str, round_), salt), {}, max_tokens)
+
+    def play_passes(
+        self, round_: Round, reuse: Reuse, salt: str, together: bool, max_tokens: int = 1
+    ) -> Played:
+        """Members by passes, all of one at once or one by one; the others as they are."""
+        specs = reuse.passes
+        if not together:
+            specs = [
+                msgspec.structs.replace(spec, members=[member])
+                for spec in reuse.passes
+                for member in spec.members
+            ]
+        began = time.perf_counter()
+        counted: dict[str, PassTokens] = {}
+        canonical = 0
+        for spec in specs:
+            counted |= self._run(spec).members
+        canonical = sum(len(spec.canonical.token_ids) for spec in reuse.passes)
+        passed = time.perf_counter() - began
+        names = {str(agent): str(one.request_id) for agent, one in round_.items()}
+        salts = {agent: f"{salt}-{name}" for agent, name in names.items()}
+        ready = {
+            agent: _ready(one.prompt_token_ids, names[str(agent)], counted[names[str(agent)]])
+            for agent, one in ((str(a), r) for a, r in round_.items())
+            if names[agent] in counted
+        }
+        played = self._answer(round_, salts, ready, max_tokens)
+        self._call("td_release", list(counted))
+        spared = sum(one.local + one.reused for one in counted.values())
+        return Played(
+            seconds=passed + played.seconds,
+            computed=played.computed + canonical - spared,
+            pass_seconds=passed,
+            answers=played.answers,
+            counted=list(counted.values()),
+        )
+
+    def score(
+        self, spec: PassSpec, prompts: list[list[int]], rules: Sequence[Rule], last: int
+    ) -> list[dict[str, list[list[float]]]]:
+        """See `engine.worker.Passes.score`."""
+        names = [msgspec.json.encode(rule).decode() for rule in rules]
+        found: list[dict[str, list[list[float]]]] = self._call(
+            "td_score", pack(spec), prompts, names, last
+        )
+        return found
+
+    def _run(self, spec: PassSpec) -> PassResult:
+        self._call("td_begin", pack(spec))
+        while (packed := self._call("td_step", _WHOLE_PASS_S)) is None:
+            pass
+        return unpack(packed, PassResult)
+
+    def _answer(
+        self,
+        round_: Round,
+        salts: Mapping[str, str],
+        ready: Mapping[str, dict[str, Any]],
+        max_tokens: int,
+    ) -> Played:
+        from vllm import SamplingParams
+
+        agents = [str(agent) for agent in round_]
+        prompts = [
+            {"prompt_token_ids": one.prompt_token_ids, "cache_salt": salts[agent]}
+            for agent, one in zip(agents, round_.values(), strict=True)
+        ]
+        parameters = [
+            SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": ready[agent]} if agent in ready else None,
+            )
+            for agent in agents
+        ]
+        began = time.perf_counter()
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        took = time.perf_counter() - began
+        cached = sum(
+            output.num_cached_tokens or 0
+            for agent, output in zip(agents, outputs, strict=True)
+            if agent not in ready
+        )
+        return Played(
+            seconds=took,
+            computed=sum(len(one.prompt_token_ids) for one in round_.values()) - cached,
+            answers={
+                agent: list(output.outputs[0].token_ids)
+                for agent, output in zip(agents, outputs, strict=True)
+            },
+        )
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        (answer,) = self._llm.collective_rpc(method, args=arguments)
+        return answer
+
+
+def _ready(prompt: list[int], name: str, counted: PassTokens) -> dict[str, Any]:
+    from td_serve.engine.restoring import RESTORE, Ready, digest
+
+    ready = Ready(name=name, tokens=counted.prompt, digest=digest(prompt[: counted.prompt]))
+    return {RESTORE: msgspec.to_builtins(ready)}

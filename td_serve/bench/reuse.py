@@ -1,0 +1,351 @@
+"""What prefilling a round as one unit saves, and what it costs in fidelity, on a recorded trace.
+
+One engine in this process. Each way plays the round before (which warms what it keeps) and then the
+measured one, from the same prompts: vLLM's own prefix caching, the same with the shared text first,
+and passes by each rule, together and member by member. A rule's speed is printed only after a pass
+that computes everything has given the engine's own tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import statistics
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from td_serve.bench.pass_engine import PassEngine, Played
+from td_serve.bench.trace_rounds import Prompts, Round
+from td_serve.errors import TdServeError
+from td_serve.reuse import plan_reuse
+from td_serve.sim.layouts import Layout
+from td_serve.sim.trace import read_trace
+from td_serve.types import Rule, RuleName, SessionId
+
+SCORED = 32
+"""Tokens of every answer that fidelity is measured over."""
+
+
+class Preset(enum.Enum):
+    """Rules by the names by which they are asked for."""
+
+    TD = "td"
+    NONE = "none"
+    FIRST_K = "first_k"
+    FULL = "full"
+
+    @property
+    def rule(self) -> Rule:
+        return _RULES[self]
+
+
+_RULES = {
+    Preset.TD: Rule(name=RuleName.FIRST_PAGES, k=2),
+    Preset.NONE: Rule(name=RuleName.NONE),
+    Preset.FIRST_K: Rule(name=RuleName.FIRST_K, k=4),
+    Preset.FULL: Rule(name=RuleName.FULL),
+}
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """`rounds` rounds of a trace from `first` on, each after the one before it."""
+
+    trace: Path
+    model: str
+    presets: tuple[Preset, ...]
+    agents: int | None = None
+    first: int = 1
+    rounds: int = 1
+    window: int = 8192
+    dtype: str = "float32"
+    speed: bool = True
+    fidelity: bool = False
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One way in one round: seconds until all first tokens, of which in passes; tokens computed."""
+
+    round: int
+    way: str
+    seconds: float
+    pass_seconds: float
+    computed: int
+
+
+class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule against full recomputation: divergence in nats at the first token (mean and largest of
+    all members), its mean over 32 tokens, and how often the likeliest token is the same."""
+
+    preset: Preset
+    kl0_mean: float
+    kl0_max: float
+    kl32_mean: float
+    top1_32: float
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the first preset's members, all rounds: prompt = local + reused + selected + new."""
+
+    prompt: int
+    local: int
+    reused: int
+    selected: int
+    new: int
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The first preset, against the other ways; None where it was not measured."""
+
+    preset: Preset
+    speedup_vs_vllm: float | None = None
+    speedup_vs_serial: float | None = None
+    speedup_vs_shared_first: float | None = None
+    over_floor: float | None = None
+    kl0_mean: float | None = None
+    kl0_max: float | None = None
+    kl32_mean: float | None = None
+    top1_32: float | None = None
+    tokens: Tokens | None = None
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """All that was measured. `cut` prompts did not fit the window as they were."""
+
+    rows: list[Row]
+    fidelity: list[Fidelity]
+    summary: Summary
+    cut: int
+
+
+VLLM, SHARED_FIRST = "vllm", "shared_first"
+
+
+def serial(preset: Preset) -> str:
+    """The name of the way that plays a preset member by member."""
+    return f"serial {preset.value}"
+
+
+def bench_reuse(options: Options, say: Callable[[str], None]) -> Result:
+    """Measure on an engine of our own. `say` tells the progress.
+
+    Raises TdServeError when the trace does not fit, or a pass that computes everything disagrees
+    with the engine.
+    """
+    from td_serve.models.resolve import resolve
+
+    trace = read_trace(options.trace)
+    prompts = Prompts(resolve(options.model), options.window, SCORED)
+    span = (options.agents, options.first - 1, options.rounds + 1)
+    history_first = prompts.rounds(trace, *span, Layout.HISTORY_FIRST)
+    cut = prompts.cuts
+    say("starting the engine")
+    most = max(sum(_tokens(round_)) for round_ in history_first)
+    engine = PassEngine(resolve(options.model), options.dtype, options.window, 3 * most)
+    bench = _Bench(engine, SessionId(trace.name), options.presets)
+    rows: list[Row] = []
+    scores: dict[Preset, list[tuple[list[float], list[float]]]] = {}
+    for before, round_ in itertools.pairwise(history_first):
+        number = options.first + history_first.index(before)
+        say(f"round {number}: is a pass that computes everything exact?")
+        answers = bench.check_exact(before, round_)
+        if options.fidelity:
+            say(f"round {number}: fidelity")
+            bench.score(round_, answers, scores)
+        if options.speed:
+            laid = prompts.rounds(trace, options.agents, number - 1, 2, Layout.SHARED_FIRST)
+            rows += bench.race(number, before, round_, (laid[0], laid[1]), say)
+    fidelity = [_fidelity(preset, found) for preset, found in scores.items()]
+    summary = summarise(options.presets[0], rows, fidelity, bench.tokens)
+    return Result(rows=rows, fidelity=fidelity, summary=summary, cut=cut)
+
+
+class _Bench:
+    """One engine, and the ways to play a round on it."""
+
+    def __init__(self, engine: PassEngine, sim: SessionId, presets: Sequence[Preset]) -> None:
+        self._engine = engine
+        self._sim = sim
+        self._presets = presets
+        self.tokens: list[Tokens] = []
+
+    def check_exact(self, before: Round, round_: Round) -> dict[str, list[int]]:
+        """What the engine itself answers.
+
+        Raises TdServeError when a pass that computes everything answers otherwise.
+        """
+        salt = uuid.uuid4().hex
+        wanted = self._engine.play_plain(round_, salt, max_tokens=SCORED).answers
+        self._warm(before, Preset.FULL, salt)
+        found = self._blend(round_, Preset.FULL, salt, max_tokens=SCORED).answers
+        if found != wanted:
+            wrong = [agent for agent in wanted if found[agent] != wanted[agent]]
+            raise TdServeError(
+                f"a pass that computes everything answers otherwise than the engine, for "
+                f"{', '.join(wrong)}: no speed is measured"
+            )
+        return wanted
+
+    def race(
+        self,
+        number: int,
+        before: Round,
+        round_: Round,
+        shared_first: tuple[Round, Round],
+        say: Callable[[str], None],
+    ) -> list[Row]:
+        """Every way, one after the other, each after the round before."""
+        rows = []
+        for way, play in self._ways(before, round_, shared_first):
+            self._engine.forget()
+            played = play()
+            rows.append(
+                Row(
+                    round=number,
+                    way=way,
+                    seconds=round(played.seconds, 3),
+                    pass_seconds=round(played.pass_seconds, 3),
+                    computed=played.computed,
+                )
+            )
+            say(f"round {number}, {way}: {played.seconds:.1f} s")
+        return rows
+
+    def _ways(
+        self, before: Round, round_: Round, shared_first: tuple[Round, Round]
+    ) -> list[tuple[str, Callable[[], Played]]]:
+        def plain(earlier: Round, now: Round) -> Callable[[], Played]:
+            def play() -> Played:
+                salt = uuid.uuid4().hex
+                self._engine.play_plain(earlier, salt)
+                return self._engine.play_plain(now, salt)
+
+            return play
+
+        def blended(preset: Preset, *, together: bool) -> Callable[[], Played]:
+            def play() -> Played:
+                salt = uuid.uuid4().hex
+                self._warm(before, preset, salt)
+                played = self._blend(round_, preset, salt, together=together)
+                if together and preset is self._presets[0]:
+                    self.tokens.append(_counted(played))
+                return played
+
+            return play
+
+        return [
+            (VLLM, plain(before, round_)),
+            (SHARED_FIRST, plain(*shared_first)),
+            *((preset.value, blended(preset, together=True)) for preset in self._presets),
+            (serial(self._presets[0]), blended(self._presets[0], together=False)),
+        ]
+
+    def score(
+        self,
+        round_: Round,
+        answers: dict[str, list[int]],
+        scores: dict[Preset, list[tuple[list[float], list[float]]]],
+    ) -> None:
+        """Add each member's divergences and agreements to `scores`."""
+        spec = plan_reuse(self._sim, round_, Preset.FULL.rule, _head(round_)).passes[0]
+        by_request = {str(one.request_id): agent for agent, one in round_.items()}
+        # Of an answer's tokens all but the last are read.
+        prompts = [
+            [*round_[agent].prompt_token_ids, *answers[agent][: SCORED - 1]]
+            for agent in (by_request[str(member.request_id)] for member in spec.members)
+        ]
+        found = self._engine.score(spec, prompts, [one.rule for one in self._presets], SCORED)
+        for preset, one in zip(self._presets, found, strict=True):
+            scores.setdefault(preset, []).extend(zip(one["kl"], one["same"], strict=True))
+
+    def _warm(self, before: Round, preset: Preset, salt: str) -> None:
+        """The round before, in the same way: it leaves histories and a header."""
+        self._blend(before, preset, salt)
+
+    def _blend(
+        self,
+        round_: Round,
+        preset: Preset,
+        salt: str,
+        *,
+        together: bool = True,
+        max_tokens: int = 1,
+    ) -> Played:
+        sim = SessionId(f"{self._sim}-{salt}")
+        reuse = plan_reuse(sim, round_, preset.rule, _head(round_))
+        return self._engine.play_passes(round_, reuse, salt, together, max_tokens)
+
+
+def _head(round_: Round) -> list[int]:
+    return next(iter(round_.values())).head
+
+
+def _tokens(round_: Round) -> list[int]:
+    return [len(one.prompt_token_ids) for one in round_.values()]
+
+
+def _counted(played: Played) -> Tokens:
+    return Tokens(
+        prompt=sum(one.prompt for one in played.counted),
+        local=sum(one.local for one in played.counted),
+        reused=sum(one.reused for one in played.counted),
+        selected=sum(one.selected for one in played.counted),
+        new=sum(one.new for one in played.counted),
+    )
+
+
+def _fidelity(preset: Preset, found: Sequence[tuple[list[float], list[float]]]) -> Fidelity:
+    first = [kl[0] for kl, _ in found]
+    return Fidelity(
+        preset=preset,
+        kl0_mean=round(statistics.mean(first), 5),
+        kl0_max=round(max(first), 5),
+        kl32_mean=round(statistics.mean(one for kl, _ in found for one in kl), 5),
+        top1_32=round(statistics.mean(one for _, same in found for one in same), 4),
+    )
+
+
+def summarise(
+    preset: Preset,
+    rows: Sequence[Row],
+    fidelity: Sequence[Fidelity],
+    tokens: Sequence[Tokens],
+) -> Summary:
+    """The first preset against the other ways: sums over all rounds."""
+    seconds: dict[str, float] = {}
+    computed: dict[str, int] = {}
+    for row in rows:
+        seconds[row.way] = seconds.get(row.way, 0.0) + row.seconds
+        computed[row.way] = computed.get(row.way, 0) + row.computed
+    ours = seconds.get(preset.value)
+    close = next((one for one in fidelity if one.preset is preset), None)
+
+    def against(way: str) -> float | None:
+        return round(seconds[way] / ours, 3) if ours and way in seconds else None
+
+    over_floor = None
+    if ours:
+        # What is new by any way, at the rate of the engine's own prefill.
+        floor = computed[preset.value] * seconds[VLLM] / computed[VLLM]
+        over_floor = round(ours / floor, 3)
+    return Summary(
+        preset=preset,
+        speedup_vs_vllm=against(VLLM),
+        speedup_vs_serial=against(serial(preset)),
+        speedup_vs_shared_first=against(SHARED_FIRST),
+        over_floor=over_floor,
+        kl0_mean=close and close.kl0_mean,
+        kl0_max=close and close.kl0_max,
+        kl32_mean=close and close.kl32_mean,
+        top1_32=close and close.top1_32,
+        tokens=_sum(tokens),
+    )
+
+
+def _sum(tokens: Sequence[Tokens]) -> Tokens | None:
+    if not tokens:
+        return None
+    fields = [field.name for field in msgspec.structs.fields(Tokens)]
+    return Tokens(**{name: sum(getattr(one, name) for one in tokens) for name in fields})

@@ -1,0 +1,90 @@
+"""A trace's rounds as prompts in tokens, cut into segments, as a server would see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from td_serve.engine.heads import neutral_head
+from td_serve.segments import SEPARATOR, tokenise
+from td_serve.sim.layouts import JOIN, Layout, Prompt, build
+from td_serve.sim.tokens import ModelTokenizer
+from td_serve.sim.trace import Trace
+from td_serve.sim.window import cut_to_window
+from td_serve.sim.workload import (
+    check_outputs,
+    choose_agents,
+    choose_rounds,
+    recorded_outputs,
+    share,
+    views,
+)
+from td_serve.types import AgentId, GenerateRequest, RequestId
+
+Round = dict[AgentId, GenerateRequest]
+"""What each agent asks in one round; its sampling parameters are left empty."""
+
+
+class Prompts:
+    """Makes prompts with the tokenizer and the template of a model's directory.
+
+    They leave room for `reserved` tokens in a window of `window`; what does not fit is cut, oldest
+    first (`sim.window`).
+    """
+
+    def __init__(self, model: str, window: int, reserved: int) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._counter = ModelTokenizer(Path(model))
+        self._window = window
+        self._reserved = reserved
+        self._head = neutral_head(self._tokenizer)
+        self.cuts = 0
+        """How many prompts did not fit as they were."""
+
+    def rounds(
+        self, trace: Trace, agents: int | None, first: int, count: int | None, layout: Layout
+    ) -> list[Round]:
+        """The prompts of `count` rounds from round `first` on, with the recorded outputs.
+
+        Raises ReplayError where the trace does not have them, or a prompt does not fit.
+        """
+        chosen = choose_agents(trace, agents)
+        played = choose_rounds(trace, first, count)
+        check_outputs(trace, chosen, played, live=False)
+        shared = [share(one, recorded_outputs(one), chosen) for one in trace.rounds]
+        made = []
+        for round_ in played:
+            known = shared[: round_.round]
+            prompts = [build(layout, view) for view in views(trace, round_, chosen, known)]
+            made.append({prompt.agent: self._request(prompt) for prompt in prompts})
+        return made
+
+    def _request(self, prompt: Prompt) -> GenerateRequest:
+        cut = cut_to_window(prompt, self._window, self._reserved, self._counter.chat)
+        self.cuts += bool(cut.dropped)
+        messages = [
+            {"role": message.role, "content": _marked([part.text for part in message.parts])}
+            for message in cut.prompt.messages
+        ]
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        tokens, cuts = tokenise(text, self._encode)
+        return GenerateRequest(
+            request_id=RequestId(f"{prompt.round}-{prompt.agent}"),
+            prompt_token_ids=tokens,
+            sampling=b"",
+            cuts=cuts,
+            head=self._head,
+        )
+
+    def _encode(self, text: str) -> Sequence[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
+
+def _marked(parts: Sequence[str]) -> str:
+    return SEPARATOR + (JOIN + SEPARATOR).join(parts) + SEPARATOR

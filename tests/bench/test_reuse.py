@@ -1,0 +1,66 @@
+"""The reuse bench: its summary compares sums; on a real engine its gates hold and tokens add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from td_serve.bench.reuse import VLLM, Fidelity, Preset, Row, serial, summarise
+from td_serve.cli import EXIT_ERROR, main
+from td_serve.models.random_model import write_random
+
+VILLAGE = Path(__file__).parents[2] / "examples" / "village.jsonl"
+
+
+def row(way: str, seconds: float, computed: int) -> Row:
+    return Row(round=1, way=way, seconds=seconds, pass_seconds=0.0, computed=computed)
+
+
+def test_the_summary_compares_the_first_preset_with_every_other_way() -> None:
+    rows = [
+        row(VLLM, 20.0, 1000),
+        row("td", 5.0, 200),
+        row("shared_first", 10.0, 500),
+        row(serial(Preset.TD), 7.5, 260),
+        row(VLLM, 20.0, 1000),
+        row("td", 5.0, 200),
+    ]
+    found = Fidelity(preset=Preset.TD, kl0_mean=0.1, kl0_max=0.2, kl32_mean=0.3, top1_32=0.9)
+    summary = summarise(Preset.TD, rows, [found], [])
+    assert summary.speedup_vs_vllm == 4.0
+    assert summary.speedup_vs_serial == 0.75
+    assert summary.speedup_vs_shared_first == 1.0
+    assert summary.over_floor == 1.25  # 400 tokens at 20 ms each are 8 s
+    assert (summary.kl0_mean, summary.top1_32) == (0.1, 0.9)
+
+
+def test_what_was_not_measured_is_not_claimed() -> None:
+    summary = summarise(Preset.TD, [], [], [])
+    assert summary.speedup_vs_vllm is None
+    assert summary.kl0_mean is None
+
+
+def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "reuse", "--trace", str(VILLAGE), "--presets", "tdx"]) == EXIT_ERROR
+    assert "--presets: 'tdx', expected some of td, none, first_k, full" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) -> None:
+    out, model = tmp_path / "out.json", tmp_path / "tiny"
+    write_random(model, like="llama", layers=3, kv_heads=2, head_dim=64)
+    command = ["bench", "reuse", "--model", str(model), "--trace", str(VILLAGE)]
+    command += ["--first", "2", "--presets", "td,none,full", "--fidelity", "--window", "2048"]
+    assert main([*command, "--json", str(out)]) == 0
+    report = json.loads(out.read_text("utf-8"))
+    ways = {one["way"] for one in report["rows"]["speed"]}
+    assert ways == {"vllm", "shared_first", "td", "none", "full", "serial td"}
+    by_preset = {one["preset"]: one for one in report["rows"]["fidelity"]}
+    assert by_preset["full"]["kl0_max"] <= 1e-6
+    assert by_preset["full"]["top1_32"] == 1.0
+    assert by_preset["none"]["kl0_mean"] > by_preset["full"]["kl0_mean"]
+    tokens = report["summary"]["tokens"]
+    assert tokens["reused"] > 0
+    assert tokens["prompt"] == sum(tokens[name] for name in ("local", "reused", "selected", "new"))
