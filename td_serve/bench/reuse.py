@@ -336,10 +336,10 @@ def summarise(
         speedup_vs_serial=against(serial(preset)),
         speedup_vs_shared_first=against(SHARED_FIRST),
         over_floor=over_floor,
-        kl0_mean=close and close.kl0_mean,
-        kl0_max=close and close.kl0_max,
-        kl32_mean=close and close.kl32_mean,
-        top1_32=close and close.top1_32,
+        kl0_mean=None if close is None else close.kl0_mean,
+        kl0_max=None if close is None else close.kl0_max,
+        kl32_mean=None if close is None else close.kl32_mean,
+        top1_32=None if close is None else close.top1_32,
         tokens=_sum(tokens),
     )
 
