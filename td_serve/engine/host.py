@@ -253,8 +253,9 @@ class EngineHost:
             for task, request_id in tasks.items():
                 self._members.pop(request_id, None)
                 task.cancel()
-            for _, made in passes:
-                made.cancel()
+            for spec, made in passes:
+                # Members that left while it ran have never asked for what it made for them.
+                self._passes.give_up(spec, made)
 
     async def _prefill_made(
         self, request: GenerateRequest, making: asyncio.Future[dict[RequestId, Made]]
@@ -271,6 +272,10 @@ class EngineHost:
         finally:
             await self._passes.release([made.name])
         return msgspec.structs.replace(handover, cached_tokens=made.spared, cache_salt=salt)
+
+    async def mirrors(self) -> int:
+        """For how many members of rounds this engine keeps what passes have made."""
+        return await self._passes.mirrors()
 
     def cancel_member(self, request_id: RequestId) -> None:
         """Abort a member of a round under way, if this engine has it."""

@@ -16,6 +16,7 @@ import msgspec
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from td_serve.engine.restoring import RESTORE, Ready, digest
+from td_serve.tasks import Tasks
 from td_serve.types import (
     GenerateRequest,
     MemberPass,
@@ -58,11 +59,7 @@ class RoundPasses:
         self._llm = llm
         self._slice_s = slice_s
         self._turn = asyncio.Lock()
-
-    async def refusal(self) -> str | None:
-        """Why this engine computes no passes; None: it does."""
-        (reason,) = await self._llm.collective_rpc("td_refusal")
-        return None if reason is None else str(reason)
+        self._tasks = Tasks()
 
     async def make(self, spec: PassSpec) -> dict[RequestId, Made]:
         """Run a pass; by member what it has made. Empty where it failed: all is computed then."""
@@ -74,9 +71,25 @@ class RoundPasses:
                 return {}
         return {member.request_id: _made(member, result) for member in spec.members}
 
+    async def mirrors(self) -> int:
+        """For how many members the engine keeps what passes have made."""
+        (count,) = await self._llm.collective_rpc("td_mirrors")
+        return int(count)
+
+    def give_up(self, spec: PassSpec, making: asyncio.Future[Any]) -> None:
+        """Nobody wants anything of this pass any more, whether it has come to its end or not."""
+        making.cancel()
+        self._tasks.run(self._release_soon([member.request_id for member in spec.members]))
+
     async def release(self, names: Sequence[RequestId]) -> None:
         """Nobody will load what was made for these."""
         await self._llm.collective_rpc("td_release", args=(list(names),))
+
+    async def _release_soon(self, names: Sequence[RequestId]) -> None:
+        """After a pass that is being given up has ended."""
+        async with self._turn:
+            with contextlib.suppress(Exception):  # of an engine that has died nothing is left
+                await self.release(names)
 
     async def _run(self, spec: PassSpec) -> PassResult:
         ended = False

@@ -2,8 +2,8 @@
 
 The scheduler's half knows a request's word for it only (RESTORE in its KV transfer parameters): a
 name, so many tokens, and their digest, which must be the prompt's. The worker's half has the KV
-itself. A load that has been promised cannot fail: who names a mirror keeps it until the request has
-ended.
+itself. Who names a mirror keeps it until the request has ended; of one that is not there all the
+same, nothing is loaded, and the engine computes those tokens.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
             self.store = RoundStore(int(setting(STORE_BYTES, _DEFAULT_STORE_BYTES)))
             self.parts: tuple[VllmModel, PagedAttention] | None = None
             self._pages: list[torch.Tensor] = []
+            self._unloaded: set[int] = set()
 
     # ------------------------------------------------------------------ in the scheduler
 
@@ -128,10 +129,20 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         loads = self._get_connector_metadata().loads
         if not loads:
             return
-        assert self.parts is not None, "a pass was run before anything could be loaded"
+        if self.parts is None:  # no pass has been run
+            self._unloaded.update(block for load in loads for block in load.blocks)
+            return
         model, attention = self.parts
         for load in loads:
-            _restore(model, attention, self._pages, self.store.mirrors[load.name], load)
+            mirror = self.store.mirrors.get(load.name)
+            if mirror is None or mirror.tokens < load.last:
+                self._unloaded.update(load.blocks[load.first // attention.block_size :])
+            else:
+                _restore(model, attention, self._pages, mirror, load)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        unloaded, self._unloaded = self._unloaded, set()
+        return unloaded
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything is loaded before the first layer."""

@@ -20,7 +20,6 @@ from td_serve.engine.kept import Mirror, RoundStore, Run
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.engine.restoring import RoundConnector
-from td_serve.errors import ModelError
 from td_serve.pic.rules import recovery
 from td_serve.rows import Extent, Rows, Share, check, layout
 from td_serve.types import (
@@ -48,14 +47,6 @@ class PassWorker:
     model_runner: Any
     td_passes: Passes | None = None
 
-    def td_refusal(self) -> str | None:
-        """Why no passes are computed over this model; None: they are."""
-        try:
-            self._td_ready()
-        except ModelError as error:
-            return str(error)
-        return None
-
     def td_begin(self, packed: bytes) -> None:
         """Begin a pass. Raises ValueError when one is under way or the spec does not fit."""
         self._td_ready().begin(unpack(packed, PassSpec))
@@ -75,6 +66,10 @@ class PassWorker:
     def td_abort(self) -> None:
         """Give a pass up that is under way, if one is."""
         self._td_ready().abort()
+
+    def td_mirrors(self) -> int:
+        """For how many members something is kept that passes have made."""
+        return len(self._td_ready().store.mirrors)
 
     def td_release(self, names: list[str]) -> None:
         """Nobody will load these members' KV (again)."""

@@ -49,6 +49,7 @@ class Engine:
             enforce_eager=True,
             worker_extension_cls="td_serve.engine.worker.PassWorker",
             kv_transfer_config=KVTransferConfig(
+                kv_load_failure_policy="recompute",
                 kv_connector="RoundConnector",
                 kv_connector_module_path="td_serve.engine.restoring",
                 kv_role="kv_both",
@@ -242,3 +243,11 @@ def test_a_pass_that_is_given_up_leaves_nothing(engine: Engine) -> None:
     engine.run(spec_of(round_, members, FULL))
     assert engine.answers(members, load=True) == engine.answers(members, load=False)
     engine.release(members)
+
+
+def test_what_is_not_kept_any_more_is_computed(engine: Engine) -> None:
+    round_ = Round(70, 40, seed=6)
+    members = members_of(round_, 40, 9)
+    engine.run(spec_of(round_, members, NONE))
+    engine.release(members)
+    assert engine.answers(members, load=True) == engine.answers(members, load=False)

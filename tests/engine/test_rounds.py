@@ -53,6 +53,8 @@ async def nothing_stays(engines: LocalEngines) -> AsyncIterator[None]:
     async with asyncio.timeout(30):
         while any(host.state().kv_usage for host in engines.hosts):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+        while await engines.hosts[0].mirrors():  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.05)
 
 
 class Shared:
@@ -171,6 +173,28 @@ async def test_a_pass_that_fails_has_its_members_served_alone(
     work = msgspec.structs.replace(work, passes=[msgspec.structs.replace(spec, members=broken)])
     answers, _ = await play(engines, work)
     assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+
+
+async def test_a_member_that_leaves_in_mid_pass_leaves_nothing_in_the_engine(
+    engines: LocalEngines, oracle: Oracle
+) -> None:
+    shared = Shared(seed=8)
+    members = [shared.member(history, 100 * history + 6) for history in (10, 20)]
+    work = round_of(shared, members, FULL)
+    gone, stays = work.requests
+    parts = engines.prefill_round(work)
+    first = asyncio.ensure_future(anext(parts))
+    await asyncio.sleep(0)
+    await engines.cancel_member(gone.request_id)
+    found = {(await first).request_id: (await first).handover}
+    async for part in parts:
+        found[part.request_id] = part.handover
+    assert found[gone.request_id] is None
+    answers = await answer(engines, stays, found[stays.request_id])
+    assert answers == oracle.answer(stays.prompt_token_ids)
+    async with asyncio.timeout(20):
+        while await engines.hosts[0].mirrors():  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1])
