@@ -23,6 +23,7 @@ os.environ.update(
 )
 
 from tests.cluster.harness import Cluster, cluster_file
+from tests.plain import plain_engine
 
 MODEL = "smollm2-135m-instruct"
 
@@ -38,16 +39,7 @@ def model_dir() -> Path:
 @pytest.fixture(scope="session")
 def plain(model_dir: Path) -> Any:
     """One plain vLLM engine (`vllm.LLM`) in this process: what the deployment must agree with."""
-    from vllm import LLM
-
-    return LLM(
-        model=str(model_dir),
-        dtype="float32",
-        max_model_len=4096,
-        block_size=32,
-        enforce_eager=True,
-        kv_cache_memory_bytes=2**28,
-    )
+    return plain_engine(model_dir, kv_cache_memory_bytes=2**28)
 
 
 @pytest.fixture(scope="session")

@@ -68,8 +68,13 @@ class PassWorker:
         self._td_ready().abort()
 
     def td_mirrors(self) -> int:
-        """For how many members something is kept that passes have made."""
-        return len(self._td_ready().store.mirrors)
+        """For how many members something is kept that passes have made.
+
+        Raises AssertionError when what is kept does not add up.
+        """
+        store = self._td_ready().store
+        store.check_integrity()
+        return len(store.mirrors)
 
     def td_release(self, names: list[str]) -> None:
         """Nobody will load these members' KV (again)."""

