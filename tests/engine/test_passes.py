@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from td_serve.engine.restoring import RESTORE, digest
 from td_serve.models.random_model import write_random
@@ -42,7 +43,7 @@ class Engine:
     """An engine with passes, in a process of its own: there is one KV connector in each."""
 
     def __init__(self, model: Path) -> None:
-        self.llm = LLM(
+        arguments = EngineArgs(
             model=str(model),
             dtype="float32",
             max_model_len=1024,
@@ -57,6 +58,7 @@ class Engine:
                 kv_role="kv_both",
             ),
         )
+        self.llm = LLMEngine.from_engine_args(arguments, enable_multiprocessing=True)
 
     def call(self, method: str, *args: Any) -> Any:
         (answer,) = self.llm.collective_rpc(method, args=args)
@@ -92,8 +94,15 @@ class Engine:
                     temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None
                 )
             )
-        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        names = [f"request-{next(_numbers)}" for _ in prompts]
+        for name, prompt, one in zip(names, prompts, parameters, strict=True):
+            self.llm.add_request(name, prompt, one)
+        found: dict[str, list[int]] = {}
+        while self.llm.has_unfinished_requests():
+            for output in self.llm.step():
+                if output.finished:
+                    found[output.request_id] = list(output.outputs[0].token_ids)
+        return [found[name] for name in names]
 
     def mirrors(self) -> int:
         """How many members' KV is kept."""
@@ -112,11 +121,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        engine = Engine(model)
+    engine = Engine(model)
     yield engine
-    engine.llm.llm_engine.engine_core.shutdown()
+    engine.llm.engine_core.shutdown()
 
 
 @pytest.fixture(autouse=True)
