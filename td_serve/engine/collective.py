@@ -104,6 +104,8 @@ def run_pass(
 ) -> Generator[None, None, Computed]:
     """Compute a group's rows. Yields between layers, so that others may work meanwhile."""
     rows = group.rows
+    if not rows.positions:
+        return Computed(group.canonical.part(0, 0))
     positions = torch.tensor(rows.positions)
     slots = torch.tensor(rows.slots)
     sources = _Sources(group, model)

@@ -236,7 +236,9 @@ class EngineHost:
         making = {member.request_id: made for spec, made in passes for member in spec.members}
         tasks = {
             asyncio.ensure_future(
-                self._prefill_made(request, making[request.request_id])
+                self._prefill_made(
+                    request, making[request.request_id], work.handles.get(request.request_id)
+                )
                 if request.request_id in making
                 else self.prefill(request, work.handles.get(request.request_id))
             ): request.request_id
@@ -258,12 +260,15 @@ class EngineHost:
                 self._passes.give_up(spec, made)
 
     async def _prefill_made(
-        self, request: GenerateRequest, making: asyncio.Future[dict[RequestId, Made]]
+        self,
+        request: GenerateRequest,
+        making: asyncio.Future[dict[RequestId, Made]],
+        handle: Handle | None,
     ) -> Handover:
         """Prefill a member with what its pass makes ready; the pass is the other members' too."""
         made = (await asyncio.shield(making)).get(request.request_id)
         if made is None:
-            return await self.prefill(request)
+            return await self.prefill(request, handle)
         salt = made.salt(request)
         try:
             handover, _ = await self._prefill(
@@ -313,7 +318,12 @@ class EngineHost:
         try:
             yield ADMITTED
             params = decode_sampling(request.sampling)
-            order = kept = {} if self._keeping is None else self._keeping.order(request)
+            # Blended KV is nobody's prefix: under its own salt no next turn would find it.
+            is_blended = handover is not None and handover.cache_salt is not None
+            if self._keeping is not None and not is_blended:
+                order = kept = self._keeping.order(request)
+            else:
+                kept = {}
             if handover is not None and request.n > 1:
                 # vLLM gives each continuation the same handle, and a handle serves one read: read
                 # the prompt once, then let all continuations hit this engine's own prefix cache.

@@ -93,8 +93,9 @@ class RoundPasses:
 
     async def _run(self, spec: PassSpec) -> PassResult:
         ended = False
-        await self._llm.collective_rpc("td_begin", args=(pack(spec),))
         try:
+            # Whoever is cancelled here has sent it all the same.
+            await self._llm.collective_rpc("td_begin", args=(pack(spec),))
             while True:
                 answers = await self._llm.collective_rpc("td_step", args=(self._slice_s,))
                 if answers[0] is not None:

@@ -20,6 +20,7 @@ from td_serve.engine.kept import Mirror, RoundStore, Run
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.engine.restoring import RoundConnector
+from td_serve.errors import ModelError
 from td_serve.pic.rules import recovery
 from td_serve.rows import Extent, Rows, Share, check, layout
 from td_serve.types import (
@@ -83,12 +84,16 @@ class PassWorker:
     def _td_ready(self) -> Passes:
         if self.td_passes is None:
             runner = self.model_runner
+            config = runner.vllm_config
+            if config.parallel_config.world_size > 1 or runner.device.type != "cpu":
+                raise ModelError("passes are computed on one CPU worker only, so far")
             model = VllmModel(runner.get_model())
             builder = runner.attn_groups[0][0].get_metadata_builder()
             attention = PagedAttention(model.attention, builder, runner.kv_caches[0])
             connector = _round_connector(get_kv_transfer_group())
             connector.parts = (model, attention)
-            self.td_passes = Passes(model, attention, connector.store)
+            window = config.model_config.max_model_len
+            self.td_passes = Passes(model, attention, connector.store, window)
         return self.td_passes
 
 
@@ -99,10 +104,16 @@ def _round_connector(connector: Any) -> RoundConnector:
 
 
 class Passes:
-    """The passes of one engine, one after the other, and what they keep in `store`."""
+    """The passes of one engine, one after the other, and what they keep in `store`.
 
-    def __init__(self, model: VllmModel, attention: PagedAttention, store: RoundStore) -> None:
+    Nothing is longer than `window` tokens, which is how many positions the model knows.
+    """
+
+    def __init__(
+        self, model: VllmModel, attention: PagedAttention, store: RoundStore, window: int
+    ) -> None:
         self.store = store
+        self._window = window
         self._model = model
         self._attention = attention
         self._under_way: Generator[None, None, PassResult] | None = None
@@ -111,6 +122,9 @@ class Passes:
         """See `PassWorker.td_begin`."""
         if self._under_way is not None:
             raise ValueError("a pass is under way")
+        parts = [spec.canonical.token_ids, *(member.token_ids for member in spec.members)]
+        if (longest := max(map(len, parts))) > self._window:
+            raise ValueError(f"{longest} tokens, expected at most {self._window}")
         for member in spec.members:
             check(_extent(member, 0), len(spec.canonical.token_ids))
         self._under_way = self._play(spec)
@@ -219,8 +233,8 @@ class Passes:
         """The canonical sequence's KV: what is kept of it, and the rest computed."""
         run, common = self.store.find(_CANONICAL, wanted.key, wanted.token_ids)
         total = len(wanted.token_ids)
-        if common == total == len(run.token_ids):
-            return run
+        if common == total:
+            return run  # there may be more of it, from an earlier round
         before = run.kv.part(0, common)
         known = [Piece(start=0, tokens=common, source=0)] if common else []
         extent = Extent(tokens=total, history=0, pieces=known)

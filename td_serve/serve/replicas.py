@@ -217,6 +217,9 @@ class EngineReplica:
         except RequestError as error:
             log.warning("the directory does not answer: %s", error.message)
             self._epoch = None
+        except asyncio.CancelledError:
+            self._epoch = None  # it may not have been told
+            raise
 
     def _count(self, read: Read | None) -> None:
         if read is None:

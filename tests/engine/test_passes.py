@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from vllm import EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig
@@ -261,3 +262,19 @@ def test_what_is_not_kept_any_more_is_computed(engine: Engine) -> None:
     engine.run(spec_of(round_, members, NONE))
     engine.release(members)
     assert engine.answers(members, load=True) == engine.answers(members, load=False)
+
+
+def test_a_pass_with_nothing_left_to_compute_is_one_too(engine: Engine) -> None:
+    """Histories are kept, segments adjoin them, and nothing is chosen: then fewer segments."""
+    round_, shorter = Round(70, 40, seed=7), Round(70, seed=7)
+    name = key(("test",), [7])
+    for one in (round_, round_, shorter):
+        members = members_of(one, 40)
+        members[0].spec = msgspec.structs.replace(members[0].spec, history="agent-again")
+        canonical = msgspec.structs.replace(one.canonical, key=name)
+        spec = PassSpec(canonical=canonical, rule=NONE, members=[members[0].spec])
+        found = engine.run(spec).members[members[0].spec.request_id]
+        assert found.reused == sum(span.tokens for span in one.canonical.segments)
+        assert engine.answers(members, load=True)
+        engine.release(members)
+    assert (found.local, found.new) == (40, 0)
