@@ -65,12 +65,16 @@ class KVDirectory:
         self._entries: dict[ReplicaId, _Entry] = {}
         self._tenants: dict[str, OrderedDict[ConversationKey, _Kept]] = {}
         self._handles = 0
-        self._superseded: dict[ReplicaId, list[LeaseId]] = {}
+        self._superseded: dict[ReplicaId, dict[LeaseId, float]] = {}
+        """Leases of no use any more, and when each ends by itself."""
 
     def register(self, state: ReplicaState) -> Registered:
-        """Enter or renew a replica; says, once, which of its leases have become useless."""
-        self._entries[state.replica] = _Entry(state, self._clock() + self._ttl_s)
-        return Registered(epoch=self.epoch, superseded=self._superseded.pop(state.replica, []))
+        """Enter or renew a replica; says which of its leases are useless, until it drops them."""
+        now = self._clock()
+        self._entries[state.replica] = _Entry(state, now + self._ttl_s)
+        self._prune(now)
+        superseded = list(self._superseded.get(state.replica, ()))
+        return Registered(epoch=self.epoch, superseded=superseded)
 
     def replicas(self) -> list[ReplicaState]:
         """Replicas that are alive, by id. Mutates: forgets the expired ones."""
@@ -78,8 +82,6 @@ class KVDirectory:
         self._entries = {
             replica: entry for replica, entry in self._entries.items() if entry.expires_at > now
         }
-        for gone in self._superseded.keys() - self._entries.keys():
-            del self._superseded[gone]
         return [self._entries[replica].state for replica in sorted(self._entries)]
 
     def keep(self, handle: Handle) -> None:
@@ -93,7 +95,8 @@ class KVDirectory:
         known = tenant.get(handle.conversation)
         if known is not None and known.handle.replica != handle.replica:
             old = min(known, new, key=lambda one: one.ends_at)
-            self._superseded.setdefault(old.handle.replica, []).append(old.handle.lease)
+            useless = self._superseded.setdefault(old.handle.replica, {})
+            useless[old.handle.lease] = old.ends_at
             if old is new:
                 return
         self._handles += known is None
@@ -124,11 +127,22 @@ class KVDirectory:
             kept = self._tenants.get(tenant_of(conversation), OrderedDict()).get(conversation)
             if kept is not None and kept.handle.lease == lease:
                 self._drop(conversation)
+            for useless in self._superseded.values():
+                useless.pop(lease, None)
 
     def check_integrity(self) -> None:
         """The count of handles is right, and no empty tenant stays. Raises AssertionError."""
         assert self._handles == sum(map(len, self._tenants.values())), "a miscounted handle"
         assert all(self._tenants.values()), "a tenant without handles"
+
+    def _prune(self, now: float) -> None:
+        """Forget superseded leases that have ended by themselves, whoever had them."""
+        for replica, leases in list(self._superseded.items()):
+            left = {lease: ends_at for lease, ends_at in leases.items() if ends_at > now}
+            if left:
+                self._superseded[replica] = left
+            else:
+                del self._superseded[replica]
 
     def _drop(self, conversation: ConversationKey) -> None:
         tenant = self._tenants[tenant_of(conversation)]

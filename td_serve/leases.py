@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import enum
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from td_serve.types import ConversationKey, LeaseId
+
+MOST_REFUSED = 4096
+"""How many leases that were ended and not known are remembered: more than a step can grant."""
 
 
 class End(enum.Enum):
@@ -86,6 +89,7 @@ class LeaseTable:
         self._newest: dict[ConversationKey, LeaseId] = {}
         self._ending: dict[LeaseId, Lease] = {}
         self._ended: list[Lease] = []
+        self._refused: OrderedDict[LeaseId, None] = OrderedDict()
         self.ends: Counter[End] = Counter()
 
     @property
@@ -108,11 +112,15 @@ class LeaseTable:
 
     def grant(
         self, lease_id: LeaseId, conversation: ConversationKey, tokens: int, blocks: list[Any]
-    ) -> None:
+    ) -> bool:
         """Keep `blocks`; the conversation's lease before this one ends.
 
-        Raises ValueError when the id is in use.
+        False: it has been ended before it was granted, and nothing changes. Raises ValueError when
+        the id is in use.
         """
+        if lease_id in self._refused:
+            del self._refused[lease_id]
+            return False
         if lease_id in self._live or lease_id in self._ending:
             raise ValueError(f"lease_id: {lease_id!r} is in use, expected a new one")
         if (before := self._newest.get(conversation)) is not None:
@@ -125,6 +133,7 @@ class LeaseTable:
             expires_at=self._clock() + self.ttl_s,
         )
         self._newest[conversation] = lease_id
+        return True
 
     def hold(self, lease_id: LeaseId, reader: str, for_s: float) -> bool:
         """Promise `reader` the blocks for `for_s` seconds, and renew.
@@ -151,8 +160,15 @@ class LeaseTable:
             lease.holds.pop(reader, None)
 
     def end(self, lease_id: LeaseId) -> bool:
-        """End a lease (`End.DELETED`). False: it has ended already."""
+        """End a lease (`End.DELETED`). False: it has ended already, or is not granted.
+
+        One that is granted later all the same is refused: who has left may be quicker than the
+        engine's step that ends the turn.
+        """
         if lease_id not in self._live:
+            self._refused[lease_id] = None
+            while len(self._refused) > MOST_REFUSED:
+                self._refused.popitem(last=False)
             return False
         self._end(lease_id, End.DELETED)
         return True

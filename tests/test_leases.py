@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from td_serve.leases import End, LeaseTable
+from td_serve.leases import MOST_REFUSED, End, LeaseTable
 from td_serve.types import ConversationKey, LeaseId
 from tests.fakes import Clock
 
@@ -19,8 +19,8 @@ class Rig:
         self.clock = Clock()
         self.table = LeaseTable(TTL, self.clock)
 
-    def grant(self, lease: str, conversation: str = "", tokens: int = 32, blocks: int = 1) -> None:
-        self.table.grant(
+    def grant(self, lease: str, conversation: str = "", tokens: int = 32, blocks: int = 1) -> bool:
+        return self.table.grant(
             LeaseId(lease), ConversationKey(conversation or lease), tokens, list(range(blocks))
         )
 
@@ -51,6 +51,23 @@ def test_a_lease_lasts_its_time_and_a_reader_starts_it_anew(rig: Rig) -> None:
     rig.table.expire()
     assert rig.taken() == ["two"]
     assert rig.table.ends == {End.EXPIRED: 2}
+
+
+def test_a_lease_that_was_ended_before_it_was_granted_is_not_granted(rig: Rig) -> None:
+    """Who has left is quicker than the step that ends the turn; the turn before stays readable."""
+    rig.grant("before", conversation="c")
+    assert not rig.table.end(LeaseId("left"))
+    assert not rig.table.grant(LeaseId("left"), ConversationKey("c"), 32, [0])
+    assert rig.table.counts().live.keys() == {"before"}
+    assert rig.taken() == []
+    assert rig.table.ends == {}
+
+
+def test_of_leases_that_never_come_not_more_than_some_are_remembered(rig: Rig) -> None:
+    for number in range(MOST_REFUSED + 1):
+        rig.table.end(LeaseId(str(number)))
+    assert rig.table.grant(LeaseId("0"), ConversationKey("c"), 32, [0]), "forgotten by then"
+    assert not rig.table.grant(LeaseId("1"), ConversationKey("d"), 32, [0])
 
 
 def test_a_longer_lease_does_not_shield_one_that_is_over(rig: Rig) -> None:
@@ -127,15 +144,21 @@ class Leases(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rig = Rig()
+        self.ordered = 0
         self.granted: dict[str, int] = {}
+        self.ended: set[str] = set()
         self.taken: set[str] = set()
         self.held: dict[tuple[str, str], float] = {}
 
     @rule(conversation=st.sampled_from("abc"), blocks=st.integers(1, 9))
     def grant(self, conversation: str, blocks: int) -> None:
-        lease = f"lease-{len(self.granted)}"
-        self.rig.grant(lease, conversation, tokens=blocks * 32, blocks=blocks)
-        self.granted[lease] = blocks
+        lease = f"lease-{self.ordered}"
+        self.ordered += 1
+        if self.rig.grant(lease, conversation, tokens=blocks * 32, blocks=blocks):
+            assert lease not in self.ended
+            self.granted[lease] = blocks
+        else:
+            assert lease in self.ended, "nobody has ended it before"
 
     @rule(number=st.integers(0, 20), reader=st.sampled_from("pq"), for_s=st.floats(0, 60))
     def hold(self, number: int, reader: str, for_s: float) -> None:
@@ -152,6 +175,7 @@ class Leases(RuleBasedStateMachine):
     @rule(number=st.integers(0, 20))
     def end(self, number: int) -> None:
         self.rig.table.end(LeaseId(f"lease-{number}"))
+        self.ended.add(f"lease-{number}")
 
     @rule(blocks=st.integers(1, 30))
     def reclaim(self, blocks: int) -> None:

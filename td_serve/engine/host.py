@@ -333,25 +333,26 @@ class EngineHost:
             if kept:
                 params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": kept}
             generated: list[int] = []
-            async for output in self._generate(request, params):
-                generated += (token for one in output.outputs for token in one.token_ids)
-                cached = output.num_cached_tokens or 0
-                delta = to_delta(
-                    output,
-                    cached_tokens=cached if handover is None else handover.cached_tokens,
-                    first=first,
-                )
-                first = False
-                if delta.finished and self._keeping is not None:
-                    handle = self._keeping.handle(
-                        request,
-                        generated,
-                        output.kv_transfer_params,
-                        None if handover is None else handover.replica,
+            async with contextlib.aclosing(self._generate(request, params)) as outputs:
+                async for output in outputs:
+                    generated += (token for one in output.outputs for token in one.token_ids)
+                    cached = output.num_cached_tokens or 0
+                    delta = to_delta(
+                        output,
+                        cached_tokens=cached if handover is None else handover.cached_tokens,
+                        first=first,
                     )
-                    delta = msgspec.structs.replace(delta, handle=handle)
-                    order = {}  # kept, and known to be
-                yield delta
+                    first = False
+                    if delta.finished and self._keeping is not None:
+                        handle = self._keeping.handle(
+                            request,
+                            generated,
+                            output.kv_transfer_params,
+                            None if handover is None else handover.replica,
+                        )
+                        delta = msgspec.structs.replace(delta, handle=handle)
+                        order = {}  # kept, and known to be
+                    yield delta
         except BaseException:
             # Before its first output the engine may not have taken the request at all. If it has,
             # it gives the handover up too, and the prefill engine ignores the second word.

@@ -101,8 +101,7 @@ class Keeping:
         return handle
 
     def cancel(self, order: Mapping[str, Any]) -> None:
-        """Nobody has learnt of the lease that a turn ordered: end it, if it was granted."""
-
+        """Nobody has learnt of the lease that a turn ordered: there shall be none."""
         if order:
             self._tasks.run(self.end(msgspec.convert(order[LEASE], LeaseOrder).id))
 

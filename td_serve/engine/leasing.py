@@ -93,9 +93,10 @@ class LeaseKeeper:
         blocks = [self._pool.blocks[block_id] for block_id in ids]
         if not blocks or any(block.is_null for block in blocks):
             return None
-        self._pool.touch(blocks)
         with self._lock:
-            self._table.grant(order.id, order.conversation, tokens, blocks)
+            if not self._table.grant(order.id, order.conversation, tokens, blocks):
+                return None
+        self._pool.touch(blocks)
         self.settle()
         granted = Granted(
             id=order.id,
@@ -239,7 +240,7 @@ class LeaseClient:
         await self._ask("let_go", lease_id, reader)
 
     async def end(self, lease_id: LeaseId) -> bool:
-        """End a lease. False: it has ended already."""
+        """End a lease, or keep it from being granted. False: there was none."""
         return bool(await self._ask("end", lease_id))
 
     async def forget(self, conversation: ConversationKey) -> bool:

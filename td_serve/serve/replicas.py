@@ -104,6 +104,7 @@ class EngineReplica:
         self._host = host
         self._directory = directory
         self._kept: dict[LeaseId, Handle] = {}
+        self._newest: dict[ConversationKey, LeaseId] = {}
         self._ends: Counter[End] = Counter()
         self._leave = leave
         self._metrics = metrics
@@ -212,6 +213,7 @@ class EngineReplica:
     async def _keep(self, handle: Handle) -> None:
         """Tell the directory of a lease; if it cannot be told now, it will be by the pulse."""
         self._kept[handle.lease] = handle
+        self._newest[handle.conversation] = handle.lease
         try:
             await self._directory.keep(handle)
         except RequestError as error:
@@ -234,6 +236,8 @@ class EngineReplica:
     async def _tell(self, live: Mapping[LeaseId, float]) -> None:
         """Tell the directory of all that is kept, and for how many seconds more."""
         for handle in list(self._kept.values()):
+            if self._newest.get(handle.conversation) != handle.lease:
+                continue  # a turn has ended since: the directory knows of that one
             left = live.get(handle.lease, handle.remaining_s)  # it may have come just now
             await self._directory.keep(msgspec.structs.replace(handle, remaining_s=left))
 
@@ -249,4 +253,6 @@ class EngineReplica:
             await self._directory.drop(ended)
             for handle in ended:
                 del self._kept[handle.lease]
+                if self._newest.get(handle.conversation) == handle.lease:
+                    del self._newest[handle.conversation]
         return counts.live

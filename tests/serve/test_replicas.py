@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 import msgspec
 import pytest
@@ -129,11 +129,15 @@ class FakeDirectory:
         self.superseded: list[LeaseId] = []
         self.dropped: list[LeaseId] = []
         self.away: RequestError | None = None
+        self.on_keep: Callable[[], Awaitable[None]] | None = None
+        """What happens while the directory is being told."""
         self.told = asyncio.Event()
 
     async def keep(self, handle: Handle) -> None:
         if self.away is not None:
             raise self.away
+        if self.on_keep is not None:
+            await self.on_keep()
         self.kept.append(handle.lease)
         self.remaining.append(handle.remaining_s)
         self.told.set()
@@ -390,6 +394,25 @@ async def test_a_new_directory_is_told_how_long_each_lease_lasts_now(rig: Rig) -
     rig.replica.start_pulse()
     await settle()
     assert rig.directory.remaining == [100.0]
+
+
+async def test_a_turn_that_ends_while_a_new_directory_is_told_is_not_told_over(rig: Rig) -> None:
+    """What is told comes one by one; meanwhile the second conversation has a newer turn."""
+    await decode_kept(rig, "one")
+    await decode_kept(rig, "two")
+    newer = msgspec.structs.replace(a_handle("three"), conversation=ConversationKey("two"))
+
+    async def meanwhile() -> None:
+        rig.directory.on_keep = None
+        rig.host.next_lease = newer
+        async for _ in rig.replica.decode(pack(REQUEST), None):
+            pass
+
+    rig.directory.kept.clear()
+    rig.directory.on_keep = meanwhile
+    rig.replica.start_pulse()
+    await settle()
+    assert rig.directory.kept == ["three", "one"], "and not 'two' after it"
 
 
 async def test_ends_of_leases_are_counted_once_by_reason() -> None:
