@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -364,45 +363,6 @@ async def test_a_reader_lets_go_when_it_has_read(rig: Rig, monkeypatch: pytest.M
     async with asyncio.timeout(20):
         while (await rig.decode.lease_counts()).held:  # noqa: ASYNC110 - another process's
             await asyncio.sleep(0.05)
-
-
-async def test_a_read_that_was_not_over_in_time_is_thrown_away(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps are long while the engine has other work, and a read is seen to be over after one.
-
-    When the hold ends within such a step cannot be arranged, only tried.
-    """
-    conversation, prompt = new_conversation(), some_tokens(900, 54)
-    answer, _ = await rig.turn(prompt, conversation)
-    prompt = prompt + answer + some_tokens(20, 55)
-    stop = asyncio.Event()
-
-    async def keep_busy() -> None:
-        for seed in itertools.count(1000):
-            if stop.is_set():
-                return
-            busy = make_request(some_tokens(1100, seed), None)
-            await rig.engines.release(await rig.engines.prefill(busy))
-
-    work = asyncio.create_task(keep_busy())
-    patience = rig.prefill.reading.settings
-    failed = 0
-    # Whatever a step takes here, some of these are a little less.
-    for patience_ms in (20, 40, 80, 160, 320, 640, 1280) * 20:
-        hurried = msgspec.structs.replace(patience, read_patience_s=patience_ms / 1000)
-        monkeypatch.setattr(rig.prefill.reading, "settings", hurried)
-        # Without a conversation of its own: the one that is read from stays as it is.
-        request = make_request(prompt, None)
-        handover = await rig.prefill.prefill(request, rig.handle(conversation))
-        assert await rig.finish(request, handover) == rig.wanted(prompt)
-        if handover.read is not None and handover.read.failed:
-            assert handover.cached_tokens == 0, "nothing of it was used"
-            failed += 1
-            break
-    stop.set()
-    await work
-    assert failed, "no hold ended in mid-read"
 
 
 async def test_the_threshold_finds_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from td_serve.errors import Unavailable
 from tests.engine.fleet import Fleet, until_idle
-from tests.engine.rig import NIXL, Oracle, make_request, some_tokens
+from tests.engine.rig import CONVERSATIONS, NIXL, Oracle, make_request, some_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -85,6 +85,7 @@ async def test_what_waits_for_a_busy_decode_engine_is_kept_for_it(
             # Whatever had been given up would be somebody else's by now.
             other = make_request(some_tokens(600, 2000 + seed), None)
             await decode.release(await prefill.prefill(other))
+        assert not any(task.done() for task in [*long, *brief_ones]), "somebody had not to wait"
         for task in long:
             task.cancel()
     answers = [await task for task in brief_ones]
@@ -115,6 +116,37 @@ async def test_a_decode_engine_that_stood_still_does_not_believe_what_it_reads(
         await answering  # and its dispatcher has it prefilled anew
     for other in pinned:
         await decode.release(other)
+    await until_idle(prefill)
+
+
+async def test_a_read_that_was_not_over_in_time_is_thrown_away(
+    fleet: Fleet, oracle: Oracle
+) -> None:
+    """Over TCP a read wants the other side's help: it stands still from the hold until after it."""
+    tcp = msgspec.structs.replace(NIXL, env={**NIXL.env, "UCX_TLS": "tcp,self"})
+    impatient = msgspec.structs.replace(CONVERSATIONS, read_patience_s=1.0)
+    prefill = fleet.start("p-tcp", impatient, nixl=tcp)
+    fleet.start("d-tcp", nixl=tcp)
+    prompt = some_tokens(600, 10)
+    answer, handle, _ = await fleet.turn("p-tcp", "d-tcp", prompt)
+    prompt = prompt + answer + some_tokens(20, 11)
+    answer, handle, handover = await fleet.turn("p-tcp", "d-tcp", prompt, handle)
+    assert answer == oracle.answer(prompt)
+    assert handover.read is not None
+    assert not handover.read.failed, "they know each other now"
+    fleet.on_hold = fleet.processes["d-tcp"].suspend
+    prompt = prompt + answer + some_tokens(20, 12)
+    request = make_request(prompt, None)
+    turn = asyncio.create_task(prefill.prefill(request, handle))
+    await asyncio.wait({turn}, timeout=2 * impatient.read_patience_s)
+    fleet.on_hold = lambda: None
+    fleet.processes["d-tcp"].resume()
+    handover = await asyncio.wait_for(turn, 60)
+    assert handover.read is not None
+    assert handover.read.failed, "no hold ended in mid-read"
+    assert handover.cached_tokens == 0, "nothing of it was used"
+    tokens, _ = await fleet.decode("d-tcp", prompt, handover, request.request_id)
+    assert tokens == oracle.answer(prompt)
     await until_idle(prefill)
 
 
