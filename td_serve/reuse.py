@@ -97,10 +97,11 @@ def _plan_group(
     counts = Counter(one for found in inner.values() for one in {part.key for part in found})
     shared = {one for one, count in counts.items() if count > 1}
     order = _one_order(inner, shared)
+    place = {one: number for number, one in enumerate(order)}
     fitting = {}
     for agent, request in group.items():
         parts = _first_of_each(inner[agent], shared)
-        places = [order.index(part.key) for part in parts]
+        places = [place[part.key] for part in parts]
         if not parts:
             reasons[request.request_id] = "it shares no segment with others"
         elif places != sorted(places):
@@ -156,15 +157,16 @@ def _one_order(
 
     What a member has more than those before it comes after what it stands behind there.
     """
-    order: list[SegmentKey] = []
+    after: dict[SegmentKey | None, SegmentKey | None] = {None: None}  # from the beginning on
     for found in inner.values():
-        at = 0
+        before: SegmentKey | None = None
         for part in _first_of_each(found, shared):
-            if part.key in order:
-                at = order.index(part.key) + 1
-            else:
-                order.insert(at, part.key)
-                at += 1
+            if part.key not in after:
+                after[part.key], after[before] = after[before], part.key
+            before = part.key
+    order: list[SegmentKey] = []
+    while (one := after[order[-1] if order else None]) is not None:
+        order.append(one)
     return order
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from td_serve.errors import BadRequest
-from td_serve.segments import SEPARATOR
+from td_serve.segments import mark
 from td_serve.tenants import session
 from td_serve.types import AgentId, AgentOutput, Membership, TenantId
 
@@ -112,15 +112,10 @@ def messages(
         system = [request.preamble]
         user = [*said, agent.system, agent.private, agent.task]
     return [
-        {"role": role, "content": _cut([part for part in parts if part])}
+        {"role": role, "content": mark([part for part in parts if part], JOIN)}
         for role, parts in (("system", system), ("user", user))
         if any(parts)
     ]
-
-
-def _cut(parts: Sequence[str]) -> str:
-    """The parts, one after the other, each a segment; what a template puts around is none of it."""
-    return SEPARATOR + (JOIN + SEPARATOR).join(parts) + SEPARATOR
 
 
 def check_filled(request: RoundRequest, shared: Sequence[AgentOutput]) -> None:

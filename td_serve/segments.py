@@ -7,6 +7,7 @@ its tokens. A key only finds: whoever uses what it found compares the tokens.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,9 @@ from td_serve.types import SegmentKey
 
 SEPARATOR = "<TTSEP>"
 """Text that cuts a prompt into segments. The model never sees it."""
+
+MOST_SEGMENTS = 4096
+"""Of one prompt. Whoever plans a round walks through those of all members."""
 
 KEY_BYTES = 16
 
@@ -29,17 +33,53 @@ def key(scope: Sequence[str], tokens: Sequence[int]) -> SegmentKey:
     return SegmentKey(found.hexdigest())
 
 
-def tokenise(text: str, encode: Callable[[str], Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The tokens of a text without its separators, and where it was cut.
+def mark(parts: Sequence[str], glue: str = "") -> str:
+    """The parts as one text, each a segment with the glue that follows it."""
+    return SEPARATOR + (glue + SEPARATOR).join(parts) + SEPARATOR
 
-    Each segment is encoded by itself, so that it has the same tokens wherever it stands. Cuts are
-    numbers of tokens before them, ascending, without those at the ends.
+
+def split(text: str) -> list[str]:
+    """A text's segments; those that are empty are none."""
+    return [part for part in text.split(SEPARATOR) if part]
+
+
+def locate(prompt: str, texts: Sequence[Sequence[str]]) -> list[int]:
+    """Where to cut a rendered prompt, in characters: at both ends of every segment but the last.
+
+    What ends a prompt, template and all, is one segment: it is what is answered. `texts` are what
+    was put in, in order, each as its segments. A text that the template has changed, other than at
+    its ends, is not cut.
+    """
+    places = {0}
+    at = 0
+    for parts in texts:
+        whole = "".join(parts)
+        for text in (whole, whole.strip()):
+            start = prompt.find(text, at)
+            if text and start >= 0:
+                break
+        else:
+            continue
+        at = start + len(text)
+        # Where the segments' own edges are, as if nothing had been trimmed.
+        first = start - (len(whole) - len(whole.lstrip()) if text != whole else 0)
+        for edge in itertools.accumulate(map(len, parts), initial=first):
+            places.add(min(max(edge, start), at))
+    return sorted(places - {at})
+
+
+def tokenise(
+    text: str, places: Sequence[int], encode: Callable[[str], Sequence[int]]
+) -> tuple[list[int], list[int]]:
+    """The tokens of a text that is cut at `places`, and how many stand before each cut.
+
+    Each segment is encoded by itself, so that it has the same tokens wherever it stands. Cuts at
+    the ends of all tokens are none.
     """
     tokens: list[int] = []
-    cuts: list[int] = []
-    for part in text.split(SEPARATOR):
-        if tokens:
-            cuts.append(len(tokens))
-        tokens += encode(part)
-    inner = sorted({cut for cut in cuts if cut < len(tokens)})
-    return tokens, inner
+    cuts = []
+    for start, end in itertools.pairwise([0, *places, len(text)]):
+        cuts.append(len(tokens))
+        if end > start:
+            tokens += encode(text[start:end])
+    return tokens, sorted({cut for cut in cuts if 0 < cut < len(tokens)})

@@ -71,11 +71,15 @@ class Membership(_Wire, tag="membership", frozen=True, kw_only=True):
 
 
 class Origin(_Wire, frozen=True, kw_only=True):
-    """Whose a request is, and what it belongs to: a round, a conversation, both or neither."""
+    """Whose a request is, and what it belongs to: a round, a conversation, both or neither.
+
+    `texts` are those of a member's messages that were sent in segments, as these.
+    """
 
     tenant: TenantId = OPEN
     membership: Membership | None = None
     conversation: ConversationKey | None = None
+    texts: list[list[str]] = []
 
 
 class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from td_serve.segments import KEY_BYTES, SEPARATOR, key, tokenise
+from td_serve.segments import KEY_BYTES, SEPARATOR, key, locate, mark, split, tokenise
 
 scopes = st.lists(st.text(max_size=6), max_size=3)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=8)
@@ -31,25 +31,51 @@ def by_character(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-texts = st.lists(st.text("ab <TSEP>", max_size=5), max_size=6)
+parts = st.lists(st.text("ab <TSEP>\n", max_size=5), max_size=5)
 
 
-@given(texts)
-def test_no_separator_is_left_and_every_segment_has_its_own_tokens(parts: list[str]) -> None:
-    text = SEPARATOR.join(parts)
-    tokens, cuts = tokenise(text, by_character)
-    assert tokens == by_character(text.replace(SEPARATOR, ""))
-    edges = [0, *cuts, len(tokens)]
-    found = [tokens[start:end] for start, end in itertools.pairwise(edges)]
-    wanted = [by_character(part) for part in text.split(SEPARATOR)]
-    assert [part for part in found if part] == [part for part in wanted if part]
-    assert cuts == sorted(set(cuts)), "empty segments are none"
+@given(parts)
+def test_segments_are_what_was_marked_but_for_empty_ones(texts: list[str]) -> None:
+    """Whatever looks like half a separator stays what it is."""
+    assert split(mark(texts)) == [part for text in texts for part in split(text)]
+    assert SEPARATOR not in "".join(split(mark(texts)))
 
 
-@given(texts, texts)
-def test_a_segment_has_the_same_tokens_wherever_it_stands(
-    before: list[str], after: list[str]
+@given(st.lists(parts, max_size=3), st.booleans())
+def test_every_segment_is_cut_out_of_the_rendered_prompt(
+    sent: list[list[str]], trims: bool
 ) -> None:
-    tokens, cuts = tokenise(SEPARATOR.join([*before, "abc", *after]), by_character)
+    """A template puts something around each text, and some take white space off its ends."""
+    texts = [split(mark(one)) for one in sent]
+    bodies = ["".join(one) for one in texts]
+    rendered = "".join(f"[{body.strip() if trims else body}]" for body in bodies)
+    tokens, cuts = tokenise(rendered, locate(rendered, texts), by_character)
+    assert tokens == by_character(rendered), "nothing is lost"
+    assert cuts == sorted(set(cuts))
     edges = [0, *cuts, len(tokens)]
-    assert by_character("abc") in [tokens[start:end] for start, end in itertools.pairwise(edges)]
+    found = ["".join(map(chr, tokens[a:b])) for a, b in itertools.pairwise(edges)]
+    wanted = [part for one in texts for part in one]
+    if not trims and texts and texts[-1]:
+        assert found[-1] == wanted.pop() + "]", "what ends the prompt is one segment"
+        assert [part for part in found[:-1] if not set(part) <= set("[]")] == wanted
+
+
+def test_a_text_that_the_template_has_changed_is_not_cut_and_those_after_it_are() -> None:
+    rendered = "[A B][cd]"
+    places = locate(rendered, [["a ", "b"], ["c", "d"]])
+    assert [rendered[a:b] for a, b in itertools.pairwise([*places, len(rendered)])] == [
+        "[A B][",
+        "c",
+        "d]",
+    ]
+
+
+def test_each_segment_is_encoded_by_itself() -> None:
+    seen = []
+
+    def encode(text: str) -> list[int]:
+        seen.append(text)
+        return [len(text)]
+
+    assert tokenise("abcdef", [2, 2, 5, 6], encode) == ([2, 3, 1], [1, 2])
+    assert seen == ["ab", "cde", "f"]

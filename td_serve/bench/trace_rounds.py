@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from td_serve.engine.heads import neutral_head
-from td_serve.segments import SEPARATOR, tokenise
+from td_serve.segments import locate, mark, split, tokenise
 from td_serve.sim.layouts import JOIN, Layout, Prompt, build
 from td_serve.sim.tokens import ModelTokenizer
 from td_serve.sim.trace import Trace
@@ -65,14 +65,17 @@ class Prompts:
     def _request(self, prompt: Prompt) -> GenerateRequest:
         cut = cut_to_window(prompt, self._window, self._reserved, self._counter.chat)
         self.cuts += bool(cut.dropped)
-        messages = [
-            {"role": message.role, "content": _marked([part.text for part in message.parts])}
-            for message in cut.prompt.messages
-        ]
+        texts = [[part.text for part in message.parts] for message in cut.prompt.messages]
+        glued = [split(mark(parts, JOIN)) for parts in texts]
         text = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            [
+                {"role": message.role, "content": "".join(parts)}
+                for message, parts in zip(cut.prompt.messages, glued, strict=True)
+            ],
+            tokenize=False,
+            add_generation_prompt=True,
         )
-        tokens, cuts = tokenise(text, self._encode)
+        tokens, cuts = tokenise(text, locate(text, glued), self._encode)
         return GenerateRequest(
             request_id=RequestId(f"{prompt.round}-{prompt.agent}"),
             prompt_token_ids=tokens,
@@ -84,7 +87,3 @@ class Prompts:
     def _encode(self, text: str) -> Sequence[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens
-
-
-def _marked(parts: Sequence[str]) -> str:
-    return SEPARATOR + (JOIN + SEPARATOR).join(parts) + SEPARATOR

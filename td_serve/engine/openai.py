@@ -27,6 +27,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from td_serve.config import EngineConfig, FrontendConfig
 from td_serve.engine.arguments import structured_outputs
+from td_serve.engine.cutting import take_out
 from td_serve.engine.remote import ORIGIN_ARG, RemoteEngine, Serve
 from td_serve.engine.versions import check_vllm
 from td_serve.errors import BadRequest, RequestError, TooLarge
@@ -146,11 +147,14 @@ def _decode(kind: Any, body: dict[str, Any], origin: Origin) -> Any:
             raise BadRequest(f"{name}: not accepted from clients", field=name)
         if isinstance(extra, Mapping) and name in extra:
             raise BadRequest(f"vllm_xargs.{name}: not accepted from clients", field="vllm_xargs")
+    body, texts = take_out(body)
     request = kind.model_validate(body)
     if request.use_beam_search:
         raise BadRequest("use_beam_search: not served", field="use_beam_search")
     if origin.membership is not None:
         _check_one_prompt(body.get("prompt"))
+        if request.truncate_prompt_tokens is None:  # or what is left of them is not known
+            origin = msgspec.structs.replace(origin, texts=texts)
     if origin != Origin():
         request.vllm_xargs = {
             **(request.vllm_xargs or {}),

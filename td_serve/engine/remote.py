@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any, Never
 
 import msgspec
@@ -25,9 +25,9 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine.input_processor import InputProcessor
 
 from td_serve.engine.codec import encode_sampling, to_output
+from td_serve.engine.cutting import Cutter
 from td_serve.engine.heads import neutral_head
 from td_serve.errors import BadRequest, RequestError
-from td_serve.segments import SEPARATOR, tokenise
 from td_serve.tenants import salt
 from td_serve.types import Delta, GenerateRequest, Origin, RequestId
 
@@ -50,7 +50,9 @@ class RemoteEngine(EngineClient):
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self._serve = serve
-        self._head = neutral_head(self.renderer.get_tokenizer())
+        tokenizer = self.renderer.get_tokenizer()
+        self._head = neutral_head(tokenizer)
+        self._cutter = Cutter(tokenizer)
 
     async def generate(
         self,
@@ -66,7 +68,7 @@ class RemoteEngine(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Serve a rendered prompt. Errors come as GracefulHTTPError, with a status."""
         try:
-            request = self._request(prompt, sampling_params, request_id, lora_request)
+            request = await self._request(prompt, sampling_params, request_id, lora_request)
             request = msgspec.structs.replace(
                 request,
                 priority=priority,
@@ -79,24 +81,13 @@ class RemoteEngine(EngineClient):
         except RequestError as error:
             raise GracefulHTTPError(error.message, error.status) from error
 
-    def _request(
+    async def _request(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, lora_request: Any
     ) -> GenerateRequest:
+        """What an engine is asked. Raises BadRequest where it would refuse."""
         if lora_request is not None:
             raise BadRequest("model: LoRA adapters are not served", field="model")
-        parts = extract_prompt_components(self.model_config, prompt)
-        if parts.token_ids is None:
-            raise BadRequest("only text prompts are served (no embeddings)", field="prompt")
-        if isinstance(prompt, Mapping) and prompt.get("mm_placeholders"):
-            raise BadRequest("only text prompts are served (no images or audio)", field="messages")
-        vocabulary = self.model_config.get_vocab_size()
-        token_ids, cuts = self._segments(parts.token_ids, prompt)
-        if not token_ids:
-            raise BadRequest("prompt: empty, expected at least one token", field="prompt")
-        if (highest := max(token_ids)) >= vocabulary:
-            raise BadRequest(
-                f"prompt: token {highest}, expected less than {vocabulary}", field="prompt"
-            )
+        plain = self._tokens(prompt)
         params = sampling_params.clone()
         # What an engine would refuse is refused here, before anything is prefilled for it.
         params.verify(
@@ -109,6 +100,7 @@ class RemoteEngine(EngineClient):
         packed = extra.pop(ORIGIN_ARG, None)
         origin = Origin() if packed is None else msgspec.json.decode(packed, type=Origin)
         params.extra_args = extra or None
+        token_ids, cuts = await self._cut(plain, prompt, origin.texts, params)
         own_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         return GenerateRequest(
             # A client may choose `request_id`, even one that is in use: ours must be its own.
@@ -122,28 +114,45 @@ class RemoteEngine(EngineClient):
             membership=origin.membership,
             conversation=origin.conversation,
             cuts=cuts,
-            head=self._head if cuts and origin.membership is not None else [],
+            head=self._head if cuts else [],
         )
 
-    def _segments(self, token_ids: Sequence[int], prompt: Any) -> tuple[list[int], list[int]]:
-        """A prompt's tokens without separators, and where those stood. Raises BadRequest."""
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
-        if not isinstance(text, str) or SEPARATOR not in text:
-            return list(token_ids), []
-        whole = self._encode(text)
-        lead = len(token_ids) - len(whole)
-        if lead < 0 or list(token_ids[lead:]) != whole:
+    def _tokens(self, prompt: Any) -> list[int]:
+        """A rendered prompt's tokens. Raises BadRequest where no engine would take them."""
+        parts = extract_prompt_components(self.model_config, prompt)
+        if parts.token_ids is None:
+            raise BadRequest("only text prompts are served (no embeddings)", field="prompt")
+        if isinstance(prompt, Mapping) and prompt.get("mm_placeholders"):
+            raise BadRequest("only text prompts are served (no images or audio)", field="messages")
+        if not parts.token_ids:
+            raise BadRequest("prompt: empty, expected at least one token", field="prompt")
+        vocabulary = self.model_config.get_vocab_size()
+        if (highest := max(parts.token_ids)) >= vocabulary:
             raise BadRequest(
-                f"prompt: it has {SEPARATOR} and was cut to a number of tokens; expected only one "
-                "of the two",
-                field="prompt",
+                f"prompt: token {highest}, expected less than {vocabulary}", field="prompt"
             )
-        tokens, cuts = tokenise(text, self._encode)
-        # What the tokenizer has put in front by itself.
-        return [*token_ids[:lead], *tokens], [lead + cut for cut in cuts]
+        return list(parts.token_ids)
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.renderer.get_tokenizer().encode(text, add_special_tokens=False))
+    async def _cut(
+        self, plain: list[int], prompt: Any, texts: list[list[str]], params: SamplingParams
+    ) -> tuple[list[int], list[int]]:
+        """The prompt's tokens in segments, where it was sent in some and there is room, and the
+        cuts; else as they are.
+
+        Mutates `params`: an answer that may fill the window still does just that.
+        """
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        if not texts or not isinstance(text, str):
+            return plain, []
+        window = self.model_config.max_model_len
+        wanted = params.max_tokens or 1
+        fills = len(plain) + wanted == window
+        tokens, cuts = await self._cutter.cut(plain, text, texts)
+        if len(tokens) + (1 if fills else wanted) > window:
+            return plain, []
+        if fills:
+            params.max_tokens = window - len(tokens)
+        return tokens, cuts
 
     async def get_supported_tasks(self) -> tuple[SupportedTask, ...]:
         return ("generate",)
@@ -177,6 +186,7 @@ class RemoteEngine(EngineClient):
         """Always healthy: the replicas answer for themselves."""
 
     def shutdown(self, timeout: float | None = None) -> None:
+        self._cutter.close()
         self.renderer.shutdown()
 
     def encode(self, *args: Any, **kwargs: Any) -> Never:
