@@ -46,8 +46,10 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
 
     `kv_cache_gib` is the KV pool's size (GiB); None leaves it to vLLM's memory profiling.
     `block_size` is in tokens; CPU kernels want a multiple of 32. `grammar_backend` compiles the
-    grammars of structured outputs, of all requests the same one. `extra` holds further engine
-    arguments under vLLM's own names, `env` further environment variables of the engine's process.
+    grammars of structured outputs, of all requests the same one. `pass_store_gib` is what a prefill
+    engine may keep for rounds that are blended: shared text and histories, and as much again for
+    the members of a pass under way. `extra` holds further engine arguments under vLLM's own names,
+    `env` further environment variables of the engine's process.
     """
 
     dtype: str = "auto"
@@ -61,6 +63,7 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     seed: NonNegative = 0
     grammar_backend: Literal["xgrammar", "guidance"] = "xgrammar"
+    pass_store_gib: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     extra: dict[str, Any] = {}
     env: dict[str, str] = {}
 

@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable
 
 from td_serve.collector import Admission, Member, MemberState, Round, Session, plan_round
@@ -260,11 +260,13 @@ class RoundCoordinator:
         reuse = self._reuse(round_, members)
         plan = plan_round(round_, members, reuse)
         log.info(
-            "round %s of sim %r: %d members, %d absent",
+            "round %s of sim %r: %d members, %d absent, %d in passes%s",
             round_.number,
             round_.sim,
             len(members),
             plan.absent,
+            sum(len(spec.members) for spec in reuse.passes),
+            "".join(f"; {count}: {why}" for why, count in Counter(reuse.reasons.values()).items()),
         )
         self._metrics.round_members.observe(len(members))
         self._metrics.gather_seconds.observe(gathered_s)

@@ -57,6 +57,13 @@ class Metrics:
             "td_round_stragglers_total",
             "Members served alone: too late for their round, or again after a failure.",
         )
+        self.blended = meter.counter(
+            "td_round_members_blended_total", "Members prefilled by their round's pass."
+        )
+        self.not_blended = meter.counter(
+            "td_round_members_not_blended_total",
+            "Members of a pass that were prefilled alone after all, or not at all.",
+        )
         self.prompt_tokens = meter.counter("td_prompt_tokens_total", "Prompt tokens served.")
         self.tokens_saved = meter.counter(
             "td_prefill_tokens_saved_total", "Prompt tokens that no engine computed."

@@ -398,9 +398,11 @@ class PassTokens(_Wire, frozen=True, kw_only=True):
 
 
 class PassResult(_Wire, tag="pass-result", frozen=True, kw_only=True):
-    """By request id: what a pass has made ready to be loaded."""
+    """By request id: what a pass has made ready to be loaded; and how many tokens of the canonical
+    sequence had to be computed for it."""
 
     members: dict[str, PassTokens]
+    canonical: int = 0
 
 
 # ------------------------------------------------------------------------------------ replicas

@@ -18,6 +18,7 @@ import enum
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from td_serve.errors import RequestError
 from td_serve.metrics import Meter, Metrics
@@ -82,6 +83,8 @@ class FakeEngines:
 
     def __init__(self, outputs: int = 3) -> None:
         self.outputs = outputs
+        self.outcome: dict[RequestId, dict[str, Any]] = {}
+        """What the handovers of these requests say besides."""
         self.lease_s = 3600.0
         """What handovers say of their pin's life; nothing expires by itself here."""
         self.pins: dict[int, Pin] = {}
@@ -230,6 +233,7 @@ class FakeEngines:
             lease_s=self.lease_s,
             prompt_tokens=tokens,
             cached_tokens=tokens // 2,
+            **self.outcome.get(request.request_id, {}),
         )
 
     def _move(self, handover: Handover, to: Pin) -> None:

@@ -6,13 +6,16 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from td_serve.bench.trace_rounds import Round
 from td_serve.reuse import Reuse
-from td_serve.types import PassResult, PassSpec, PassTokens, Rule, pack, unpack
+from td_serve.types import AgentId, PassResult, PassSpec, PassTokens, Rule, pack, unpack
+
+if TYPE_CHECKING:
+    from td_serve.bench.scoring import Score
 
 BLOCK_SIZE = 32
 _BYTES_OF_STORE = 4 * 2**30
@@ -51,7 +54,7 @@ class PassEngine:
             # Or vLLM would measure how much memory there is.
             kv_cache_memory_bytes=2**29,
             num_gpu_blocks_override=-(-pool_tokens // BLOCK_SIZE),
-            worker_extension_cls="td_serve.engine.worker.PassWorker",
+            worker_extension_cls="td_serve.bench.scoring.ScoringWorker",
             kv_transfer_config=KVTransferConfig(
                 kv_connector="RoundConnector",
                 kv_connector_module_path="td_serve.engine.restoring",
@@ -79,19 +82,22 @@ class PassEngine:
                 for spec in reuse.passes
                 for member in spec.members
             ]
+        from td_serve.engine.restoring import ready_parameters
+
         began = time.perf_counter()
         counted: dict[str, PassTokens] = {}
         canonical = 0
         for spec in specs:
-            counted |= self._run(spec).members
-        canonical = sum(len(spec.canonical.token_ids) for spec in reuse.passes)
+            result = self._run(spec)
+            counted |= result.members
+            canonical += result.canonical
         passed = time.perf_counter() - began
         names = {str(agent): str(one.request_id) for agent, one in round_.items()}
         salts = {agent: f"{salt}-{name}" for agent, name in names.items()}
         ready = {
-            agent: _ready(one.prompt_token_ids, names[str(agent)], counted[names[str(agent)]])
-            for agent, one in ((str(a), r) for a, r in round_.items())
-            if names[agent] in counted
+            agent: ready_parameters(name, _prompt(round_, agent)[: counted[name].prompt])
+            for agent, name in names.items()
+            if name in counted
         }
         played = self._answer(round_, salts, ready, max_tokens)
         self._call("td_release", list(counted))
@@ -106,13 +112,12 @@ class PassEngine:
 
     def score(
         self, spec: PassSpec, prompts: list[list[int]], rules: Sequence[Rule], last: int
-    ) -> list[dict[str, list[list[float]]]]:
-        """See `engine.worker.Passes.score`."""
-        names = [msgspec.json.encode(rule).decode() for rule in rules]
-        found: list[dict[str, list[list[float]]]] = self._call(
-            "td_score", pack(spec), prompts, names, last
-        )
-        return found
+    ) -> list[Score]:
+        """See `scoring.ScoringWorker.td_score`."""
+        from td_serve.bench.scoring import Score
+
+        found = self._call("td_score", pack(spec), prompts, msgspec.json.encode(rules), last)
+        return msgspec.json.decode(found, type=list[Score])
 
     def _run(self, spec: PassSpec) -> PassResult:
         self._call("td_begin", pack(spec))
@@ -166,8 +171,5 @@ class PassEngine:
         return answer
 
 
-def _ready(prompt: list[int], name: str, counted: PassTokens) -> dict[str, Any]:
-    from td_serve.engine.restoring import RESTORE, Ready, digest
-
-    ready = Ready(name=name, tokens=counted.prompt, digest=digest(prompt[: counted.prompt]))
-    return {RESTORE: msgspec.to_builtins(ready)}
+def _prompt(round_: Round, agent: str) -> list[int]:
+    return round_[AgentId(agent)].prompt_token_ids

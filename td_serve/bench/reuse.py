@@ -258,7 +258,7 @@ class _Bench:
         ]
         found = self._engine.score(spec, prompts, [one.rule for one in self._presets], SCORED)
         for preset, one in zip(self._presets, found, strict=True):
-            scores.setdefault(preset, []).extend(zip(one["kl"], one["same"], strict=True))
+            scores.setdefault(preset, []).extend(zip(one.kl, one.same, strict=True))
 
     def _warm(self, before: Round, preset: Preset, salt: str) -> None:
         """The round before, in the same way: it leaves histories and a header."""

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 
 from td_serve.config import ConversationConfig, EngineConfig, NixlConfig
 from td_serve.engine.connector import LEASE_TTL, LEASES_AT, PROGRESS_DELAY, STARTED_BY
+from td_serve.engine.restoring import STORE_BYTES
 from td_serve.errors import ConfigError
 from td_serve.types import ReplicaId
 
@@ -68,7 +69,11 @@ def structured_outputs(engine: EngineConfig) -> StructuredOutputsConfig:
 
 
 def transfer_arguments(
-    role: Role, nixl: NixlConfig, conversations: ConversationConfig, leases_at: str | None
+    role: Role,
+    engine: EngineConfig,
+    nixl: NixlConfig,
+    conversations: ConversationConfig,
+    leases_at: str | None,
 ) -> dict[str, Any]:
     """vLLM's KV transfer configuration for one role, without the engine's id.
 
@@ -102,6 +107,7 @@ def transfer_arguments(
     rounds_part = {
         "kv_connector": "RoundConnector",
         "kv_connector_module_path": "td_serve.engine.restoring",
+        "kv_connector_extra_config": {STORE_BYTES: int(engine.pass_store_gib * 2**30)},
         **common,
     }
     return {

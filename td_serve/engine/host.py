@@ -34,11 +34,12 @@ from td_serve.engine.codec import decode_sampling, to_delta
 from td_serve.engine.gauges import Gauges
 from td_serve.engine.generation import generate
 from td_serve.engine.keeping import Keeping, LeaseSocket, Place
-from td_serve.engine.passes import Made, RoundPasses
+from td_serve.engine.members import Members
+from td_serve.engine.passes import RoundPasses
 from td_serve.engine.reading import Reading
 from td_serve.engine.reads import FOUND, PINNED_UNTIL, Found
 from td_serve.engine.versions import check_vllm
-from td_serve.errors import EngineFailure, RequestError, Unavailable
+from td_serve.errors import EngineFailure, Unavailable
 from td_serve.handles import Keeper
 from td_serve.leases import LeaseCounts
 from td_serve.transfer.nixl import UcxLog, assert_transports, engine_env, side_channel_host
@@ -111,7 +112,7 @@ class EngineHost:
         )
         self._keeping = None if leases is None else Keeping(leases, place, self._wake)
         self._passes = RoundPasses(llm, _SLICE_S)
-        self._members: dict[RequestId, asyncio.Task[Handover]] = {}
+        self._members = Members(self.prefill, self._prefill, self._passes)
 
     @classmethod
     def start(
@@ -149,7 +150,7 @@ class EngineHost:
         llm: AsyncLLM | None = None
         try:
             transfer = transfer_arguments(
-                role, nixl, conversations, None if leases is None else leases.address
+                role, engine, nixl, conversations, None if leases is None else leases.address
             )
             with environment(env):
                 llm = AsyncLLM.from_engine_args(
@@ -189,16 +190,16 @@ class EngineHost:
         or Unavailable.
         """
         async with self.reading.of(request, handle) as source:
-            handover, took_s = await self._prefill(request, source)
+            began = time.monotonic()
+            handover = await self._prefill(request, source)
+            took_s = time.monotonic() - began
         computed = handover.prompt_tokens - handover.cached_tokens
         self.reading.learn(computed, took_s, handover.read, handle)
         kept_by = None if handle is None else handle.replica
         return msgspec.structs.replace(handover, kept_by=kept_by)
 
-    async def _prefill(
-        self, request: GenerateRequest, source: Mapping[str, Any]
-    ) -> tuple[Handover, float]:
-        """Have the engine prefill, KV coming from `source`; also says how many seconds it took."""
+    async def _prefill(self, request: GenerateRequest, source: Mapping[str, Any]) -> Handover:
+        """Have the engine prefill, with KV from what these KV transfer parameters name."""
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -207,15 +208,13 @@ class EngineHost:
             extra_args={"kv_transfer_params": {**_NOTHING_HANDED_OVER, **source}},
         )
         last: RequestOutput | None = None
-        began = time.monotonic()
         async for output in self._generate(request, params):
             last = output
-        took_s = time.monotonic() - began
         if last is None or last.kv_transfer_params is None:
             raise EngineFailure(f"request {request.request_id}: prefill left no KV to hand over")
         kv = dict(last.kv_transfer_params)
         found = msgspec.convert(kv.pop(FOUND), Found)
-        handover = Handover(
+        return Handover(
             request_id=request.request_id,
             replica=self.replica,
             kv=kv,
@@ -224,78 +223,22 @@ class EngineHost:
             cached_tokens=found.cached,
             read=found.read,
         )
-        return handover, took_s
 
-    async def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
+    def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         """Prefill a round's members together; each comes as soon as it is ready.
 
         A member that fails, or is cancelled by `cancel_member`, comes with its error and does not
         fail the others. Closing the generator aborts what is left, and releases nothing.
         """
-        passes = [(spec, asyncio.ensure_future(self._passes.make(spec))) for spec in work.passes]
-        making = {member.request_id: made for spec, made in passes for member in spec.members}
-        tasks = {
-            asyncio.ensure_future(
-                self._prefill_made(
-                    request, making[request.request_id], work.handles.get(request.request_id)
-                )
-                if request.request_id in making
-                else self.prefill(request, work.handles.get(request.request_id))
-            ): request.request_id
-            for request in work.requests
-        }
-        self._members.update((request_id, task) for task, request_id in tasks.items())
-        try:
-            pending = set(tasks)
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    yield self._part(tasks.pop(task), task)
-        finally:
-            for task, request_id in tasks.items():
-                self._members.pop(request_id, None)
-                task.cancel()
-            for spec, made in passes:
-                # Members that left while it ran have never asked for what it made for them.
-                self._passes.give_up(spec, made)
+        return self._members.play(work)
 
-    async def _prefill_made(
-        self,
-        request: GenerateRequest,
-        making: asyncio.Future[dict[RequestId, Made]],
-        handle: Handle | None,
-    ) -> Handover:
-        """Prefill a member with what its pass makes ready; the pass is the other members' too."""
-        made = (await asyncio.shield(making)).get(request.request_id)
-        if made is None:
-            return await self.prefill(request, handle)
-        salt = made.salt(request)
-        try:
-            handover, _ = await self._prefill(
-                msgspec.structs.replace(request, cache_salt=salt), made.parameters()
-            )
-        finally:
-            await self._passes.release([made.name])
-        return msgspec.structs.replace(handover, cached_tokens=made.spared, cache_salt=salt)
+    def cancel_member(self, request_id: RequestId) -> None:
+        """Abort a member of a round under way, if this engine has it."""
+        self._members.cancel(request_id)
 
     async def mirrors(self) -> int:
         """For how many members of rounds this engine keeps what passes have made."""
         return await self._passes.mirrors()
-
-    def cancel_member(self, request_id: RequestId) -> None:
-        """Abort a member of a round under way, if this engine has it."""
-        if (task := self._members.get(request_id)) is not None:
-            task.cancel()
-
-    def _part(self, request_id: RequestId, task: asyncio.Task[Handover]) -> MemberHandover:
-        """What has become of a member whose task is done."""
-        self._members.pop(request_id, None)
-        if task.cancelled():
-            return MemberHandover(request_id=request_id, error="cancelled")
-        try:
-            return MemberHandover(request_id=request_id, handover=task.result())
-        except RequestError as error:
-            return MemberHandover(request_id=request_id, error=error.message)
 
     async def decode(
         self, request: GenerateRequest, handover: Handover | None
@@ -462,7 +405,8 @@ class EngineHost:
     def close(self) -> None:
         """Stop the engine's process and give the port back. Call once."""
         self._llm.shutdown()
-        del self._llm  # vLLM shuts down once more when collected, too late at interpreter exit
+        # vLLM shuts down once more when collected, too late at interpreter exit.
+        del self._llm, self._passes, self._members
         if self._keeping is not None:
             self._keeping.close()
         self._port.release()

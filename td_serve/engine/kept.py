@@ -1,8 +1,8 @@
 """What passes leave in a prefill engine's worker: canonical sequences, histories, mirrors.
 
 A mirror is a member's prompt as references into its canonical sequence and its history, and the
-rows of its own. It holds both for as long as it lives: from its pass until it is released, at the
-latest when its request has ended.
+rows of its own. It holds both for as long as it lives: from its pass until it is released, which is
+when its request has loaded it, or its round has been prefilled.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class Mirror:
 
 class RoundStore:
     """All that passes have left. Canonical sequences and histories go, the least recently used
-    first, when together they hold more than `budget_bytes`; what a mirror holds stays with it."""
+    first, when together they hold more than `budget_bytes`. What a mirror holds stays with it: of
+    one pass, mirrors may hold as much again (`worker`)."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
         self._bytes = 0
         self.mirrors: dict[str, Mirror] = {}
@@ -71,18 +72,13 @@ class RoundStore:
         self._drop((kind, name))
         self._runs[kind, name] = run
         self._bytes += run.bytes
-        while self._bytes > self._budget_bytes and len(self._runs) > 1:
+        while self._bytes > self.budget_bytes and len(self._runs) > 1:
             self._drop(next(iter(self._runs)))
 
     def release(self, names: Iterable[str]) -> None:
         """These mirrors are not needed any more; unknown names change nothing."""
         for name in names:
             self.mirrors.pop(name, None)
-
-    def clear(self) -> None:
-        """Forget everything but what mirrors hold."""
-        self._runs.clear()
-        self._bytes = 0
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""

@@ -60,6 +60,10 @@ class VllmModel:
         self._layers = model.model.layers
         self.layers = len(self._layers)
         self.attention = [layer.self_attn.attn for layer in self._layers]
+        some = self.attention[0]
+        size = next(model.parameters()).element_size()
+        self.kv_bytes = self.layers * 2 * some.num_kv_heads * some.head_size * size
+        """Of one token's keys and values, all layers."""
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self._model.model.embed_tokens(ids)

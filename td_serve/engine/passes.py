@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from td_serve.engine.restoring import RESTORE, Ready, digest
+from td_serve.engine.restoring import ready_parameters
+from td_serve.errors import Unavailable
 from td_serve.tasks import Tasks
 from td_serve.types import (
     GenerateRequest,
@@ -29,20 +31,21 @@ from td_serve.types import (
 
 log = logging.getLogger(__name__)
 
+_LOOKS_UP_S = 1.0
+"""How often whoever waits for an answer looks whether the engine lives."""
+
 
 class Made(msgspec.Struct, frozen=True):
-    """What a pass has made ready for a member: `tokens` of its prompt, `spared` of them without
-    computing anything."""
+    """What a pass has made ready for a member: the KV of the first `tokens` of its prompt, `spared`
+    of them without computing anything."""
 
     name: RequestId
-    tokens: int
-    digest: str
+    tokens: list[int]
     spared: int
 
     def parameters(self) -> dict[str, Any]:
         """The KV transfer parameters with which the member's request loads it."""
-        ready = Ready(name=self.name, tokens=self.tokens, digest=self.digest)
-        return {RESTORE: msgspec.to_builtins(ready)}
+        return ready_parameters(self.name, self.tokens)
 
     def salt(self, request: GenerateRequest) -> str:
         """What the request's KV is found under from then on: by nobody else, and by no exact one.
@@ -53,7 +56,11 @@ class Made(msgspec.Struct, frozen=True):
 
 
 class RoundPasses:
-    """The passes of one engine. `slice_s` is how long the engine may be kept from its steps."""
+    """The passes of one engine, one after the other.
+
+    `slice_s` is how long a pass goes on before the engine may take a step; a layer of a batch of
+    rows (`worker`) is not interrupted. Raises Unavailable from every call once the engine has died.
+    """
 
     def __init__(self, llm: AsyncLLM, slice_s: float) -> None:
         self._llm = llm
@@ -61,59 +68,79 @@ class RoundPasses:
         self._turn = asyncio.Lock()
         self._tasks = Tasks()
 
-    async def make(self, spec: PassSpec) -> dict[RequestId, Made]:
-        """Run a pass; by member what it has made. Empty where it failed: all is computed then."""
+    async def make(self, spec: PassSpec, name: str) -> dict[RequestId, Made]:
+        """Run a pass; by member what it has made. `name` says which it is, for the log.
+
+        Empty where it failed: then all is computed. Raises Unavailable.
+        """
         async with self._turn:
             try:
                 result = await self._run(spec)
-            except Exception as error:  # noqa: BLE001 - whatever it was, members are served
-                log.warning("a pass failed, its members are served alone: %s", error)
+            except Unavailable:
+                raise
+            except Exception as error:  # noqa: BLE001 - vLLM has no other type for a worker's error
+                log.warning(
+                    "%s: the pass failed, its %d members are prefilled alone: %r",
+                    name,
+                    len(spec.members),
+                    error,
+                )
                 return {}
         return {member.request_id: _made(member, result) for member in spec.members}
 
     async def mirrors(self) -> int:
         """For how many members the engine keeps what passes have made."""
-        (count,) = await self._llm.collective_rpc("td_mirrors")
-        return int(count)
+        return int(await self._call("td_mirrors"))
+
+    def release(self, name: RequestId) -> None:
+        """What was made for this member has been loaded, or will not be."""
+        self._tasks.run(self._release([name]))
 
     def give_up(self, spec: PassSpec, making: asyncio.Future[Any]) -> None:
         """Nobody wants anything of this pass any more, whether it has come to its end or not."""
         making.cancel()
-        self._tasks.run(self._release_soon([member.request_id for member in spec.members]))
+        self._tasks.run(self._release_after(spec, making))
 
-    async def release(self, names: Sequence[RequestId]) -> None:
-        """Nobody will load what was made for these."""
-        await self._llm.collective_rpc("td_release", args=(list(names),))
+    async def _release_after(self, spec: PassSpec, making: asyncio.Future[Any]) -> None:
+        await asyncio.gather(making, return_exceptions=True)
+        await self._release([member.request_id for member in spec.members])
 
-    async def _release_soon(self, names: Sequence[RequestId]) -> None:
-        """After a pass that is being given up has ended."""
-        async with self._turn:
-            with contextlib.suppress(Exception):  # of an engine that has died nothing is left
-                await self.release(names)
+    async def _release(self, names: Sequence[RequestId]) -> None:
+        with contextlib.suppress(Unavailable):  # what a dead engine kept is gone
+            await self._call("td_release", list(names))
 
     async def _run(self, spec: PassSpec) -> PassResult:
         ended = False
         try:
             # Whoever is cancelled here has sent it all the same.
-            await self._llm.collective_rpc("td_begin", args=(pack(spec),))
-            while True:
-                answers = await self._llm.collective_rpc("td_step", args=(self._slice_s,))
-                if answers[0] is not None:
-                    ended = True
-                    return unpack(answers[0], PassResult)
+            await self._call("td_begin", pack(spec))
+            while (packed := await self._call("td_step", self._slice_s)) is None:
+                pass
+            ended = True
+            return unpack(packed, PassResult)
         finally:
             if not ended:
-                with contextlib.suppress(Exception):
-                    await self._llm.collective_rpc("td_abort")
-                    # It may have come to its end before it was aborted.
-                    await self.release([member.request_id for member in spec.members])
+                with contextlib.suppress(Unavailable):
+                    await self._call("td_abort")
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Call the worker. vLLM leaves such a call unanswered when the engine dies."""
+        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=arguments))
+        try:
+            while not (await asyncio.wait({call}, timeout=_LOOKS_UP_S))[0]:
+                await self._llm.check_health()
+            (answer,) = call.result()
+        except EngineDeadError as error:
+            raise Unavailable("the engine has died") from error
+        finally:
+            call.cancel()
+        return answer
 
 
 def _made(member: MemberPass, result: PassResult) -> Made:
     counted = result.members[member.request_id]
     return Made(
         name=member.request_id,
-        tokens=counted.prompt,
-        digest=digest(member.token_ids),
+        tokens=member.token_ids,
         spared=counted.local + counted.reused,
     )

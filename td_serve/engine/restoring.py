@@ -43,9 +43,10 @@ class Ready(msgspec.Struct, frozen=True):
     digest: str
 
 
-def digest(tokens: Sequence[int]) -> str:
-    """What `Ready` says of a prompt's beginning."""
-    return key((), tokens)
+def ready_parameters(name: str, tokens: Sequence[int]) -> dict[str, Any]:
+    """The KV transfer parameters of a request whose prompt begins with these tokens, whose KV is
+    kept under a name."""
+    return {RESTORE: msgspec.to_builtins(Ready(name, len(tokens), key((), tokens)))}
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = min(ready.tokens, request.num_prompt_tokens - 1)
         if tokens <= num_computed_tokens:
             return 0, False
-        if digest(request.prompt_token_ids[: ready.tokens]) != ready.digest:
+        if key((), request.prompt_token_ids[: ready.tokens]) != ready.digest:
             return 0, False
         self._promised[request.request_id] = _Load(ready.name, num_computed_tokens, tokens)
         return tokens - num_computed_tokens, False

@@ -8,10 +8,10 @@ ends by itself or is aborted; one at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
-from typing import Any, TypeVar
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -30,13 +30,9 @@ from td_serve.types import (
     PassSpec,
     PassTokens,
     Piece,
-    Rule,
-    RuleName,
     pack,
     unpack,
 )
-
-T = TypeVar("T")
 
 _CANONICAL = "canonical"
 _HISTORY = "history"
@@ -57,12 +53,6 @@ class PassWorker:
         """Go on for about `budget_s` seconds, one layer at least; the result when it is done."""
         result = self._td_ready().step(budget_s)
         return None if result is None else pack(result)
-
-    @torch.inference_mode()
-    def td_score(self, packed: bytes, prompts: list[list[int]], rules: list[str], last: int) -> Any:
-        """See `Passes.score`; `rules` are those of `types.Rule`, as JSON."""
-        named = [msgspec.json.decode(rule, type=Rule) for rule in rules]
-        return self._td_ready().score(unpack(packed, PassSpec), prompts, named, last)
 
     def td_abort(self) -> None:
         """Give a pass up that is under way, if one is."""
@@ -92,8 +82,13 @@ class PassWorker:
             attention = PagedAttention(model.attention, builder, runner.kv_caches[0])
             connector = _round_connector(get_kv_transfer_group())
             connector.parts = (model, attention)
-            window = config.model_config.max_model_len
-            self.td_passes = Passes(model, attention, connector.store, window)
+            self.td_passes = Passes(
+                model,
+                attention,
+                connector.store,
+                window=config.model_config.max_model_len,
+                most_rows=config.scheduler_config.max_num_batched_tokens,
+            )
         return self.td_passes
 
 
@@ -103,19 +98,35 @@ def _round_connector(connector: Any) -> RoundConnector:
     return next(part for part in parts if isinstance(part, RoundConnector))
 
 
+class _Kept(NamedTuple):
+    """A kept run, and with how many of its tokens a prompt begins."""
+
+    run: Run
+    tokens: int
+
+
 class Passes:
     """The passes of one engine, one after the other, and what they keep in `store`.
 
-    Nothing is longer than `window` tokens, which is how many positions the model knows.
+    Nothing is longer than `window` tokens, which is how many positions the model knows. Members'
+    rows are computed in batches of `most_rows` at most, as many as the engine computes in a step
+    (more only where one member alone has more).
     """
 
     def __init__(
-        self, model: VllmModel, attention: PagedAttention, store: RoundStore, window: int
+        self,
+        model: VllmModel,
+        attention: PagedAttention,
+        store: RoundStore,
+        *,
+        window: int,
+        most_rows: int,
     ) -> None:
         self.store = store
+        self.model = model
+        self.attention = attention
         self._window = window
-        self._model = model
-        self._attention = attention
+        self._most_rows = most_rows
         self._under_way: Generator[None, None, PassResult] | None = None
 
     def begin(self, spec: PassSpec) -> None:
@@ -153,102 +164,94 @@ class Passes:
             self._under_way.close()
             self._under_way = None
 
-    def score(
-        self, spec: PassSpec, prompts: list[list[int]], rules: list[Rule], last: int
-    ) -> list[dict[str, list[list[float]]]]:
-        """How far each rule's answers are from those of full recomputation.
-
-        Of the `last` tokens of every prompt, for each rule, by member and token: `kl`, the
-        Kullback-Leibler divergence in nats, and `same`, 1 where the likeliest token is the same.
-        Nothing is kept of it, and no history is used.
-        """
-        canonical = _finish(self._canonical(spec.canonical))
-        wanted = self._logits(spec, prompts, canonical, Rule(name=RuleName.FULL), last)
-        wanted = wanted.log_softmax(-1)
-        found = []
-        for rule in rules:
-            other = self._logits(spec, prompts, canonical, rule, last).log_softmax(-1)
-            kl = (wanted.exp() * (wanted - other)).sum(-1).view(len(prompts), last)
-            same = (wanted.argmax(-1) == other.argmax(-1)).float().view(len(prompts), last)
-            found.append({"kl": kl.tolist(), "same": same.tolist()})
-        return found
-
-    def _logits(
-        self, spec: PassSpec, prompts: list[list[int]], canonical: Run, rule: Rule, last: int
-    ) -> torch.Tensor:
-        """Of each prompt's last tokens, [prompts * last, vocabulary]."""
-        size = self._attention.block_size
-        chosen = recovery(rule, size).chosen(spec.canonical.segments, canonical.kv.tokens)
-        extents = [
-            Extent(tokens=len(prompt), history=0, pieces=member.pieces)
-            for prompt, member in zip(prompts, spec.members, strict=True)
-        ]
-        rows = layout(extents, chosen, size)
-        wanted = [row for share in rows.shares for row in range(share.last - last, share.last)]
-        group = Group(
-            rows, _ids(rows, prompts), canonical.kv, [None] * len(prompts), logits_of=wanted
-        )
-        logits = _finish(run_pass(self._model, self._attention, group)).logits
-        assert logits is not None, "logits were asked for"
-        return logits
-
     def _play(self, spec: PassSpec) -> Generator[None, None, PassResult]:
-        canonical = yield from self._canonical(spec.canonical)
-        rule = recovery(spec.rule, self._attention.block_size)
+        canonical, computed = yield from self.canonical(spec.canonical)
+        rule = recovery(spec.rule, self.attention.block_size)
         chosen = rule.chosen(spec.canonical.segments, canonical.kv.tokens)
         kept = [self._history(member) for member in spec.members]
-        extents = [
-            _extent(member, tokens) for member, (_, tokens) in zip(spec.members, kept, strict=True)
-        ]
-        rows = layout(extents, chosen, self._attention.block_size)
+        self._check_room(spec, kept, chosen)
+        found: dict[str, PassTokens] = {}
+        try:
+            for batch in self._batches(spec.members, kept, chosen):
+                found |= yield from self._batch(batch, canonical, chosen)
+        except BaseException:
+            self.store.release(found)  # nobody will be told of them
+            raise
+        return PassResult(members=found, canonical=computed)
+
+    def _check_room(self, spec: PassSpec, kept: Sequence[_Kept], chosen: Sequence[bool]) -> None:
+        """Raises ValueError when the members' own rows would be more than the store may hold."""
+        rows = sum(map(partial(_rows, chosen), spec.members, kept))
+        wanted, room = rows * self.model.kv_bytes, self.store.budget_bytes
+        if wanted > room:
+            raise ValueError(f"{wanted} bytes for {rows} rows, expected at most {room}")
+
+    def _batches(
+        self, members: Sequence[MemberPass], kept: Sequence[_Kept], chosen: Sequence[bool]
+    ) -> Iterator[list[tuple[MemberPass, _Kept]]]:
+        """The members in batches, in order."""
+        batch: list[tuple[MemberPass, _Kept]] = []
+        rows = 0
+        for member, history in zip(members, kept, strict=True):
+            more = _rows(chosen, member, history)
+            if batch and rows + more > self._most_rows:
+                yield batch
+                batch, rows = [], 0
+            batch.append((member, history))
+            rows += more
+        if batch:
+            yield batch
+
+    def _batch(
+        self, batch: Sequence[tuple[MemberPass, _Kept]], canonical: Run, chosen: Sequence[bool]
+    ) -> Generator[None, None, dict[str, PassTokens]]:
+        """Compute some members' rows, and keep what comes of it; their tokens, by request."""
+        extents = [_extent(member, kept.tokens) for member, kept in batch]
+        rows = layout(extents, chosen, self.attention.block_size)
         group = Group(
             rows,
-            _ids(rows, [member.token_ids for member in spec.members]),
+            row_ids(rows, [member.token_ids for member, _ in batch]),
             canonical.kv,
-            [run.kv.part(0, tokens) for run, tokens in kept],
+            [kept.run.kv.part(0, kept.tokens) for _, kept in batch],
         )
-        computed = yield from run_pass(self._model, self._attention, group)
+        computed = yield from run_pass(self.model, self.attention, group)
         found: dict[str, PassTokens] = {}
-        for member, extent, share, (history, tokens) in zip(
-            spec.members, extents, rows.shares, kept, strict=True
-        ):
-            own = computed.kv.part(share.first, share.last)
-            positions = rows.positions[share.first : share.last]
+        for (member, kept), extent, share in zip(batch, extents, rows.shares, strict=True):
             mirror = Mirror(
                 tokens=extent.tokens,
                 canonical=canonical,
                 cached=share.cached,
                 sources=share.sources,
-                history=history,
-                history_tokens=tokens,
-                positions=positions,
-                own=own,
+                history=kept.run,
+                history_tokens=kept.tokens,
+                positions=rows.positions[share.first : share.last],
+                own=computed.kv.part(share.first, share.last),
             )
             self.store.mirrors[member.request_id] = mirror
             self._keep_history(member, mirror)
             found[member.request_id] = _count(extent, share)
-        return PassResult(members=found)
+        return found
 
-    def _canonical(self, wanted: Canonical) -> Generator[None, None, Run]:
-        """The canonical sequence's KV: what is kept of it, and the rest computed."""
+    def canonical(self, wanted: Canonical) -> Generator[None, None, tuple[Run, int]]:
+        """The canonical sequence's KV, and how many of its tokens had to be computed."""
         run, common = self.store.find(_CANONICAL, wanted.key, wanted.token_ids)
         total = len(wanted.token_ids)
         if common == total:
-            return run  # there may be more of it, from an earlier round
+            return run, 0  # there may be more of it, from an earlier round
         before = run.kv.part(0, common)
         known = [Piece(start=0, tokens=common, source=0)] if common else []
         extent = Extent(tokens=total, history=0, pieces=known)
-        rows = layout([extent], [False] * common, self._attention.block_size)
+        rows = layout([extent], [False] * common, self.attention.block_size)
         group = Group(rows, wanted.token_ids[common:], before, [None], unrotated=True)
-        computed = yield from run_pass(self._model, self._attention, group)
+        computed = yield from run_pass(self.model, self.attention, group)
         made = Run(wanted.token_ids, before.followed_by(computed.kv))
         self.store.keep(_CANONICAL, wanted.key, made)
-        return made
+        return made, total - common
 
-    def _history(self, member: MemberPass) -> tuple[Run, int]:
-        """What is kept of what stands before the member's first piece, and how much of it fits."""
+    def _history(self, member: MemberPass) -> _Kept:
+        """What is kept of what stands before the member's first piece."""
         private = member.token_ids[: _private(member)]
-        return self.store.find(_HISTORY, member.history, private)
+        return _Kept(*self.store.find(_HISTORY, member.history, private))
 
     def _keep_history(self, member: MemberPass, mirror: Mirror) -> None:
         """What stands before the first piece attends to nothing but itself: it is exact."""
@@ -261,18 +264,17 @@ class Passes:
             self.store.keep(_HISTORY, member.history, Run(member.token_ids[:private], kv))
 
 
-def _finish(steps: Generator[None, None, T]) -> T:
-    """Everything at once."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
 def _extent(member: MemberPass, history: int) -> Extent:
     return Extent(tokens=len(member.token_ids), history=history, pieces=member.pieces)
+
+
+def _rows(chosen: Sequence[bool], member: MemberPass, kept: _Kept) -> int:
+    """How many of a member's rows are computed."""
+    reused = sum(
+        piece.tokens - sum(chosen[piece.source : piece.source + piece.tokens])
+        for piece in member.pieces
+    )
+    return len(member.token_ids) - kept.tokens - reused
 
 
 def _private(member: MemberPass) -> int:
@@ -280,7 +282,7 @@ def _private(member: MemberPass) -> int:
     return member.pieces[0].start if member.pieces else len(member.token_ids)
 
 
-def _ids(rows: Rows, prompts: list[list[int]]) -> list[int]:
+def row_ids(rows: Rows, prompts: list[list[int]]) -> list[int]:
     """The rows' tokens."""
     return [
         prompt[position]

@@ -119,9 +119,12 @@ class EngineReplica:
         return pack(handover)
 
     async def prefill_round(self, packed: bytes) -> AsyncGenerator[bytes, None]:
-        parts = self._host.prefill_round(unpack(packed, RoundPrefill))
+        work = unpack(packed, RoundPrefill)
+        planned = {member.request_id for spec in work.passes for member in spec.members}
+        parts = self._host.prefill_round(work)
         async with self._watching(), contextlib.aclosing(parts):
             async for part in parts:
+                self._count_part(part, planned)
                 yield pack(part)
 
     async def cancel_member(self, request_id: RequestId) -> None:
@@ -222,6 +225,13 @@ class EngineReplica:
         except asyncio.CancelledError:
             self._epoch = None  # it may not have been told
             raise
+
+    def _count_part(self, part: MemberHandover, planned: set[RequestId]) -> None:
+        """`planned` are the members that a pass was to prefill."""
+        self._count(None if part.handover is None else part.handover.read)
+        if part.request_id in planned:
+            is_blended = part.handover is not None and part.handover.cache_salt is not None
+            (self._metrics.blended if is_blended else self._metrics.not_blended).inc()
 
     def _count(self, read: Read | None) -> None:
         if read is None:

@@ -216,6 +216,12 @@ class Cluster:
         (engine,) = [child for child in children if "Engine" in child.name()]
         return engine
 
+    def logged(self) -> str:
+        """All that the replicas have logged."""
+        logs = sorted((self.temp / "session_latest" / "logs" / "serve").glob("replica_*.log"))
+        errors = sorted((self.temp / "session_latest" / "logs").glob("worker-*.err"))
+        return "".join(path.read_text("utf-8", "replace") for path in [*logs, *errors])
+
     def kill(self, deployment: str) -> None:
         """Kill the replicas of a deployment, as a crash would."""
         pids = self.pids(deployment)

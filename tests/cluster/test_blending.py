@@ -78,6 +78,13 @@ def said(round_: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def assert_blended(cluster: Cluster, sim: str, number: int) -> None:
+    """All three were in the round's pass, and no pass of that round failed."""
+    logged = cluster.logged()
+    assert f"round {number} of sim {sim!r}: 3 members, 0 absent, 3 in passes" in logged
+    assert f"round {number} of session {sim!r}: the pass failed" not in logged
+
+
 def test_a_pass_that_computes_everything_answers_as_ordinary_prefills_do(
     cluster: Cluster, use: Callable[..., None]
 ) -> None:
@@ -86,6 +93,7 @@ def test_a_pass_that_computes_everything_answers_as_ordinary_prefills_do(
     use(mode="blend", rule="full")
     blended = play(cluster)
     assert said(blended) == said(exact)
+    assert_blended(cluster, blended["sim"], 0)
     assert blended["usage"]["prompt_tokens"] == exact["usage"]["prompt_tokens"]
     cluster.wait_until_idle()
 
@@ -115,4 +123,6 @@ def test_the_next_round_of_a_live_session_keeps_what_it_can(
         round_ = play(cluster, number, sim=sim, shared=None)
         assert said(round_).keys() == set(AGENTS)
         assert round_["shared_complete"]
+        if number:  # in round 0 there is nothing to share
+            assert_blended(cluster, sim, number)
     cluster.wait_until_idle()

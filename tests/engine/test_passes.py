@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from td_serve.engine.restoring import RESTORE, digest
+from td_serve.engine.restoring import STORE_BYTES, ready_parameters
 from td_serve.models.random_model import write_random
 from td_serve.segments import key
 from td_serve.types import (
@@ -43,7 +44,7 @@ _numbers = itertools.count()
 class Engine:
     """An engine with passes, in a process of its own: there is one KV connector in each."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, store_bytes: int = 2**28) -> None:
         arguments = EngineArgs(
             model=str(model),
             dtype="float32",
@@ -57,9 +58,13 @@ class Engine:
                 kv_connector="RoundConnector",
                 kv_connector_module_path="td_serve.engine.restoring",
                 kv_role="kv_both",
+                kv_connector_extra_config={STORE_BYTES: store_bytes},
             ),
         )
         self.llm = LLMEngine.from_engine_args(arguments, enable_multiprocessing=True)
+
+    def close(self) -> None:
+        self.llm.engine_core.shutdown()
 
     def call(self, method: str, *args: Any) -> Any:
         (answer,) = self.llm.collective_rpc(method, args=args)
@@ -82,13 +87,11 @@ class Engine:
                 prompt["cache_salt"] = f"{member.spec.request_id}-{load}"
             extra: dict[str, Any] = {}
             if load:
-                shared = member.spec.token_ids
-                ready = {
-                    "name": member.spec.request_id,
-                    "tokens": len(shared),
-                    "digest": digest(shared),
+                extra = {
+                    "kv_transfer_params": ready_parameters(
+                        member.spec.request_id, member.spec.token_ids
+                    )
                 }
-                extra = {"kv_transfer_params": {RESTORE: ready}}
             prompts.append(prompt)
             parameters.append(
                 SamplingParams(
@@ -124,13 +127,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path) -> Iterator[Engine]:
     engine = Engine(model)
     yield engine
-    engine.llm.engine_core.shutdown()
+    engine.close()
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(request: pytest.FixtureRequest) -> Any:
+def nothing_stays(engine: Engine) -> Iterator[None]:
     yield
-    engine: Engine = request.getfixturevalue("engine")
     assert engine.mirrors() == 0
 
 
@@ -264,17 +266,95 @@ def test_what_is_not_kept_any_more_is_computed(engine: Engine) -> None:
     assert engine.answers(members, load=True) == engine.answers(members, load=False)
 
 
+def under(round_: Round, name: str) -> Round:
+    """The same canonical sequence under another name."""
+    round_.canonical = msgspec.structs.replace(round_.canonical, key=key((name,), []))
+    return round_
+
+
+def again(members: list[Member], name: str) -> list[Member]:
+    """The same prompts, once more: other requests, other histories."""
+    made = copy.deepcopy(members)
+    for member in made:
+        member.spec = msgspec.structs.replace(
+            member.spec,
+            request_id=RequestId(f"member-{next(_numbers)}"),
+            history=f"{member.spec.history}-{name}",
+        )
+    return made
+
+
+def test_a_canonical_sequence_that_has_grown_is_as_good_as_one_made_at_once(
+    engine: Engine,
+) -> None:
+    """Only what is new of it is computed, and after what was kept."""
+    short, long = under(Round(70, seed=8), "grows"), under(Round(70, 50, seed=8), "grows")
+    first = members_of(short, 20, 30)
+    assert engine.run(spec_of(short, first, NONE)).canonical == HEADER + 70
+    members = members_of(long, 33, 64)
+    assert engine.run(spec_of(long, members, NONE)).canonical == 50
+    fresh = under(Round(70, 50, seed=8), "at once")
+    others = again(members, "at once")
+    assert engine.run(spec_of(fresh, others, NONE)).canonical == HEADER + 120
+    grown = engine.answers(members, load=True)
+    assert grown == engine.answers(others, load=True)
+    assert grown != engine.answers(members, load=False), "or nothing was reused"
+    engine.release([*first, *members, *others])
+
+
+def test_a_group_of_more_rows_than_a_step_has_is_computed_in_batches(engine: Engine) -> None:
+    """The engine takes 2,048 tokens a step; these are more, and more than one has."""
+    round_ = Round(70, seed=9)
+    members = members_of(round_, *[600] * 5)
+    found = engine.run(spec_of(round_, members, FULL))
+    assert sum(one.new + one.selected for one in found.members.values()) > 2048
+    assert engine.answers(members, load=True) == engine.answers(members, load=False)
+    engine.release(members)
+
+
+def test_a_pass_that_would_keep_more_than_it_may_is_refused(model: Path) -> None:
+    engine = Engine(model, store_bytes=2**19)  # 128 tokens of 4 KiB
+    round_ = Round(70, seed=10)
+    members = members_of(round_, 100)
+    with pytest.raises(Exception, match="bytes for 170 rows, expected at most 524288"):
+        engine.run(spec_of(round_, members, FULL))
+    assert engine.mirrors() == 0
+    small = members_of(round_, 10)
+    engine.run(spec_of(round_, small, FULL))
+    assert engine.answers(small, load=True) == engine.answers(small, load=False)
+    engine.release(small)
+    assert engine.mirrors() == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("longer", ["canonical", "member"])
+def test_what_is_longer_than_the_window_is_refused(engine: Engine, longer: str) -> None:
+    """Rotary tables have no rows for such positions."""
+    round_ = Round(*[600] * (2 if longer == "canonical" else 1), seed=11)
+    members = members_of(round_, 20 if longer == "canonical" else 500)
+    if longer == "canonical":
+        spec = members[0].spec
+        piece = spec.pieces[0]
+        members[0].spec = msgspec.structs.replace(
+            spec, pieces=[piece], token_ids=spec.token_ids[: piece.start + piece.tokens]
+        )
+    with pytest.raises(Exception, match="tokens, expected at most 1024"):
+        engine.run(spec_of(round_, members, NONE))
+
+
 def test_a_pass_with_nothing_left_to_compute_is_one_too(engine: Engine) -> None:
     """Histories are kept, segments adjoin them, and nothing is chosen: then fewer segments."""
-    round_, shorter = Round(70, 40, seed=7), Round(70, seed=7)
-    name = key(("test",), [7])
-    for one in (round_, round_, shorter):
-        members = members_of(one, 40)
-        members[0].spec = msgspec.structs.replace(members[0].spec, history="agent-again")
-        canonical = msgspec.structs.replace(one.canonical, key=name)
-        spec = PassSpec(canonical=canonical, rule=NONE, members=[members[0].spec])
-        found = engine.run(spec).members[members[0].spec.request_id]
-        assert found.reused == sum(span.tokens for span in one.canonical.segments)
-        assert engine.answers(members, load=True)
+    longer, shorter = under(Round(70, 40, seed=7), "no rows"), under(Round(70, seed=7), "no rows")
+    answers = []
+    for round_ in (longer, longer, shorter, shorter):
+        members = members_of(round_, 40)
+        members[0].prompt = members[0].spec.token_ids + tokens(12, 77)
+        members[0].spec = msgspec.structs.replace(members[0].spec, history="no rows")
+        found = engine.run(spec_of(round_, members, NONE)).members[members[0].spec.request_id]
+        assert found.reused == sum(span.tokens for span in round_.canonical.segments)
+        answers += engine.answers(members, load=True)
         engine.release(members)
     assert (found.local, found.new) == (40, 0)
+    first, again_, short, short_again = answers
+    assert first == again_, "a pass without rows answers as the one that had some"
+    assert short == short_again != first

@@ -13,6 +13,7 @@ import pytest_asyncio
 from td_serve.config import DispatchSettings
 from td_serve.dispatch import Dispatcher
 from td_serve.engine.local import LocalEngines
+from td_serve.errors import Unavailable
 from td_serve.metrics import silent_metrics
 from td_serve.segments import key
 from td_serve.types import (
@@ -29,7 +30,15 @@ from td_serve.types import (
     SessionId,
     Span,
 )
-from tests.engine.rig import CONVERSATIONS, ENGINE, NIXL, Oracle, make_request, some_tokens
+from tests.engine.rig import (
+    CONVERSATIONS,
+    ENGINE,
+    NIXL,
+    Oracle,
+    engine_processes,
+    make_request,
+    some_tokens,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -107,6 +116,10 @@ async def play(
     return answers, handovers
 
 
+def is_blended(handover: Handover) -> bool:
+    return handover.cache_salt is not None
+
+
 async def answer(
     engines: LocalEngines, request: GenerateRequest, handover: Handover | None = None
 ) -> list[int]:
@@ -127,6 +140,7 @@ async def test_a_pass_that_computes_everything_gives_the_engines_own_answers(
     answers, handovers = await play(engines, round_of(shared, members, FULL))
     assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
     assert [one.cached_tokens for one in handovers.values()] == [0, 0, 0]
+    assert all(map(is_blended, handovers.values())), "by the pass"
 
 
 async def test_what_a_pass_reused_counts_as_not_computed(engines: LocalEngines) -> None:
@@ -157,8 +171,10 @@ async def test_members_outside_a_pass_are_prefilled_by_themselves(
     members = [shared.member(history, 100 * history + 3) for history in (10, 20, 30)]
     work = round_of(shared, members[:2], FULL)
     work = msgspec.structs.replace(work, requests=[request for request, _ in members])
-    answers, _ = await play(engines, work)
+    answers, handovers = await play(engines, work)
     assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+    blended = [is_blended(handovers[request.request_id]) for request, _ in members]
+    assert blended == [True, True, False]
 
 
 async def test_a_pass_that_fails_has_its_members_served_alone(
@@ -171,8 +187,9 @@ async def test_a_pass_that_fails_has_its_members_served_alone(
     beyond = [Piece(start=0, tokens=10_000, source=0)]
     broken = [msgspec.structs.replace(part, pieces=beyond) for part in spec.members]
     work = msgspec.structs.replace(work, passes=[msgspec.structs.replace(spec, members=broken)])
-    answers, _ = await play(engines, work)
+    answers, handovers = await play(engines, work)
     assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+    assert not any(map(is_blended, handovers.values()))
 
 
 async def test_a_member_that_leaves_in_mid_pass_leaves_nothing_in_the_engine(
@@ -214,5 +231,28 @@ async def test_a_round_that_is_given_up_in_mid_pass_leaves_the_next_one_alone(
     except asyncio.CancelledError:
         pass
     await parts.aclose()
-    answers, _ = await play(engines, round_of(shared, members, FULL))
+    answers, handovers = await play(engines, round_of(shared, members, FULL))
     assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+    assert all(map(is_blended, handovers.values())), "its pass was not in the way"
+
+
+async def test_an_engine_that_dies_in_mid_pass_fails_its_members_and_keeps_nobody_waiting(
+    tiny: Path,
+) -> None:
+    before = engine_processes()
+    engines = LocalEngines.start(str(tiny), ENGINE, NIXL, CONVERSATIONS)
+    prefill = engines.hosts[0]
+    shared = Shared(seed=9)
+    members = [shared.member(history, 100 * history + 7) for history in (300, 400)]
+    parts = engines.prefill_round(round_of(shared, members, FULL))
+    first = asyncio.ensure_future(anext(parts))
+    await asyncio.sleep(0)
+    for process in engine_processes() - before:
+        process.kill()
+    async with asyncio.timeout(60):
+        found = [await first] + [part async for part in parts]
+    assert [part.handover for part in found] == [None, None]
+    assert all("died" in (part.error or "") for part in found)
+    with pytest.raises(Unavailable):
+        await prefill.mirrors()
+    engines.close()

@@ -13,6 +13,8 @@ from td_serve.leases import End, LeaseCounts
 from td_serve.serve.replicas import EngineReplica
 from td_serve.types import (
     ADMITTED,
+    AgentId,
+    Canonical,
     ConversationKey,
     Delta,
     Epoch,
@@ -21,12 +23,21 @@ from td_serve.types import (
     Handover,
     LeaseId,
     MemberHandover,
+    MemberPass,
+    MemberPlan,
+    Mode,
+    PassSpec,
+    Read,
     ReaderId,
     Registered,
     ReplicaId,
     ReplicaState,
     RequestId,
+    RoundPlan,
     RoundPrefill,
+    Rule,
+    RuleName,
+    SegmentKey,
     SessionId,
     WireVersionError,
     pack,
@@ -276,6 +287,48 @@ async def test_a_prompt_can_be_decoded_without_a_handover(rig: Rig) -> None:
     deltas = [unpack(d, Delta) async for d in rig.replica.decode(pack(REQUEST), None)]
     assert len(deltas) == 4
     assert rig.host.engines.calls == {"decode": 1}
+
+
+async def test_what_became_of_a_passes_members_is_counted_and_so_are_members_reads(
+    rig: Rig,
+) -> None:
+    requests = [make_request(agent, n_agents=3) for agent in ("ada", "bo", "cyd")]
+    spec = PassSpec(
+        canonical=Canonical(key=SegmentKey("k"), token_ids=[], segments=[]),
+        rule=Rule(name=RuleName.NONE),
+        members=[
+            MemberPass(request_id=one.request_id, history="h", token_ids=[], pieces=[])
+            for one in requests[:2]
+        ],
+    )
+    plan = RoundPlan(
+        sim=SessionId("village"),
+        round=0,
+        members=[
+            MemberPlan(
+                agent=AgentId(one.request_id),
+                request_id=one.request_id,
+                mode=Mode.BLEND,
+                prompt_tokens=0,
+                layout=[],
+            )
+            for one in requests
+        ],
+    )
+    read = Read(tokens=64, bytes=1000, seconds=0.1)
+    rig.host.engines.outcome = {
+        requests[0].request_id: {"cache_salt": "round:0"},
+        requests[2].request_id: {"read": read},
+    }
+    work = RoundPrefill(plan=plan, requests=requests, passes=[spec])
+    for packed in [part async for part in rig.replica.prefill_round(pack(work))]:
+        handover = unpack(packed, MemberHandover).handover
+        assert handover is not None
+        await rig.replica.release(pack(handover))
+    counted = {name: sum(values) for name, values in rig.recorder.values.items()}
+    assert counted["td_round_members_blended_total"] == 1
+    assert counted["td_round_members_not_blended_total"] == 1
+    assert (counted["td_kv_reads_total"], counted["td_kv_read_tokens_total"]) == (1, 64)
 
 
 async def test_a_rounds_members_come_packed_one_by_one(rig: Rig) -> None:

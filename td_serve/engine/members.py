@@ -1,0 +1,103 @@
+"""A prefill engine's host, when a round comes as one unit: every member prefilled, one by one or by
+a pass, and handed over as soon as it is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from td_serve.engine.passes import Made, RoundPasses
+from td_serve.errors import RequestError
+from td_serve.types import (
+    GenerateRequest,
+    Handle,
+    Handover,
+    MemberHandover,
+    RequestId,
+    RoundPrefill,
+)
+
+Prefill = Callable[[GenerateRequest, Handle | None], Awaitable[Handover]]
+"""An ordinary prefill, which may read what a handle names."""
+Load = Callable[[GenerateRequest, Mapping[str, Any]], Awaitable[Handover]]
+"""A prefill whose KV comes from what these KV transfer parameters name."""
+_Making = asyncio.Future[dict[RequestId, Made]]
+
+
+class Members:
+    """The members of all rounds under way on one engine."""
+
+    def __init__(self, prefill: Prefill, load: Load, passes: RoundPasses) -> None:
+        self._prefill = prefill
+        self._load = load
+        self._passes = passes
+        self._tasks: dict[RequestId, asyncio.Future[Handover]] = {}
+
+    async def play(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
+        """See `EngineHost.prefill_round`."""
+        name = f"round {work.plan.round} of session {work.plan.sim!r}"
+        passes = [
+            (spec, asyncio.ensure_future(self._passes.make(spec, name))) for spec in work.passes
+        ]
+        making = {member.request_id: made for spec, made in passes for member in spec.members}
+        tasks = {
+            asyncio.ensure_future(
+                self._one(
+                    request,
+                    work.handles.get(request.request_id),
+                    making.get(request.request_id),
+                )
+            ): request.request_id
+            for request in work.requests
+        }
+        self._tasks.update((request_id, task) for task, request_id in tasks.items())
+        try:
+            pending = set(tasks)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield self._part(tasks.pop(task), task)
+        finally:
+            for task, request_id in tasks.items():
+                self._tasks.pop(request_id, None)
+                task.cancel()
+            for spec, made in passes:
+                # Members that left while it ran have never asked for what it made for them.
+                self._passes.give_up(spec, made)
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Abort a member's prefill, if it is under way here."""
+        if (task := self._tasks.get(request_id)) is not None:
+            task.cancel()
+
+    async def _one(
+        self, request: GenerateRequest, handle: Handle | None, making: _Making | None
+    ) -> Handover:
+        """Prefill a member; `making` is its pass, which is the other members' too."""
+        made = None
+        if making is not None:
+            made = (await asyncio.shield(making)).get(request.request_id)
+        if made is None:
+            return await self._prefill(request, handle)
+        salt = made.salt(request)
+        try:
+            handover = await self._load(
+                msgspec.structs.replace(request, cache_salt=salt), made.parameters()
+            )
+        finally:
+            self._passes.release(made.name)
+        return msgspec.structs.replace(handover, cached_tokens=made.spared, cache_salt=salt)
+
+    def _part(self, request_id: RequestId, task: asyncio.Future[Handover]) -> MemberHandover:
+        """What has become of a member whose task is done."""
+        self._tasks.pop(request_id, None)
+        if task.cancelled():
+            return MemberHandover(request_id=request_id, error="cancelled")
+        try:
+            return MemberHandover(request_id=request_id, handover=task.result())
+        except RequestError as error:
+            return MemberHandover(request_id=request_id, error=error.message)
