@@ -23,16 +23,6 @@ GIB = 2**30
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with random weights: starts fast, and fits beside the real one."""
-    from td_serve.models.random_model import write_random
-
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    write_random(path, like="llama", layers=2)
-    return path
-
-
-@pytest.fixture(scope="module")
 def neighbour(tiny_model: Path) -> Iterator[Cluster]:
     """A second deployment on the same machine: another model, two ingresses and coordinators."""
     with Cluster() as cluster:

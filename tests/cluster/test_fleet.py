@@ -31,15 +31,6 @@ of an answer."""
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from td_serve.models.random_model import write_random
-
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    write_random(path, like="llama", layers=2)
-    return path
-
-
-@pytest.fixture(scope="module")
 def one_engine(tiny_model: Path) -> Any:
     """A plain vLLM engine of the same model: what the deployment must agree with."""
     return plain_engine(tiny_model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,17 +24,13 @@ KEYS = {"acme": "td-acme-secret", "bolt": "td-bolt-secret"}
 
 
 @pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def tenants(tiny_model: Path) -> Iterator[Cluster]:
     """A small random model for two tenants, on a Ray of its own."""
-    from td_serve.models.random_model import write_random
-
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    write_random(path, like="llama", layers=2)
     with Cluster() as cluster:
         cluster.headers = bearer("acme")
         cluster.deploy(
             cluster_file(
-                model=str(path),
+                model=str(tiny_model),
                 engine={"max_model_len": 1024, "kv_cache_gib": 0.1},
                 frontend={"served_model_name": MODEL},
                 tenants={name: [digest(key)] for name, key in KEYS.items()},
