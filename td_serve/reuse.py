@@ -119,6 +119,7 @@ def _plan_group(
     first = next(iter(fitting))
     scope = (sim, group[first].cache_salt or "")
     common = group[first].prompt_token_ids[: prompts[first][begin].start]
+    common = common[_same(head, common) :]  # both begin as the template does
     named = [one for one in order if one in texts]
     canonical = _canonical(scope, [*head, *common], [texts[one] for one in named])
     sources = dict(zip(named, canonical.segments, strict=True))
@@ -177,6 +178,12 @@ def _first_of_each(found: Sequence[_Segment], shared: set[SegmentKey]) -> list[_
         if part.key in shared:
             parts.setdefault(part.key, part)
     return list(parts.values())
+
+
+def _same(one: Sequence[int], other: Sequence[int]) -> int:
+    """With how many tokens both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _canonical(

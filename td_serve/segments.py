@@ -44,13 +44,13 @@ def split(text: str) -> list[str]:
 
 
 def locate(prompt: str, texts: Sequence[Sequence[str]]) -> list[int]:
-    """Where to cut a rendered prompt, in characters: at both ends of every segment but the last.
+    """Where to cut a rendered prompt, in characters: where each segment begins.
 
-    What ends a prompt, template and all, is one segment: it is what is answered. `texts` are what
-    was put in, in order, each as its segments. A text that the template has changed, other than at
-    its ends, is not cut.
+    What a template puts after a text belongs to that text's last segment: by itself it would be
+    shared by all, and it is what attention holds on to. `texts` are what was put in, in order, each
+    as its segments. A text that the template has changed, other than at its ends, is not cut.
     """
-    places = {0}
+    places = set()
     at = 0
     for parts in texts:
         whole = "".join(parts)
@@ -63,9 +63,9 @@ def locate(prompt: str, texts: Sequence[Sequence[str]]) -> list[int]:
         at = start + len(text)
         # Where the segments' own edges are, as if nothing had been trimmed.
         first = start - (len(whole) - len(whole.lstrip()) if text != whole else 0)
-        for edge in itertools.accumulate(map(len, parts), initial=first):
+        for edge in itertools.accumulate(map(len, parts[:-1]), initial=first):
             places.add(min(max(edge, start), at))
-    return sorted(places - {at})
+    return sorted(places)
 
 
 def tokenise(

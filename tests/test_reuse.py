@@ -52,6 +52,14 @@ def test_what_all_begin_with_stands_in_the_header_and_is_no_segment() -> None:
     assert [len(part.pieces) for part in spec.members] == [1, 1]
 
 
+def test_what_the_template_begins_with_stands_in_the_header_once() -> None:
+    reuse = plan(
+        request("ada", HEAD[:2], [9], ADA, A, [201]), request("bo", HEAD[:2], [9], BO, A, [202])
+    )
+    (spec,) = reuse.passes
+    assert spec.canonical.token_ids == [*HEAD, 9, *A]
+
+
 def test_own_words_may_be_left_out() -> None:
     """Each reads all but what it said itself."""
     reuse = plan(
