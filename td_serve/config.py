@@ -18,10 +18,13 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import msgspec
 
 from td_serve.errors import ConfigError
+from td_serve.types import Rule, RuleName
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Port = Annotated[int, msgspec.Meta(ge=1024, le=65535)]
 
 
@@ -182,12 +185,35 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
     """How a round's prompts are prefilled.
 
     `exact` prefills each as it is. `blend` computes what members share once for all and takes it
-    over with `rule`: answers are close to exact ones, not the same.
+    over with `rule`: answers are close to exact ones, not the same. What the rule chooses is
+    computed anew for each: beginnings of `k` tokens or pages; with `hkvd` those whose KV deviates
+    most after a share `depth` of the layers, in runs of `run` tokens, until the rest deviates by
+    `left` or less on average (squared, of the keys' length), at most a share `ratio` of the shared
+    tokens; looked at for the whole round at once, or for each member by its `own`.
     """
 
     mode: Literal["exact", "blend"] = "exact"
-    rule: Literal["full", "none", "first_k", "first_pages"] = "first_pages"
+    rule: Literal[
+        "full", "none", "first_k", "first_pages", "hkvd", "first_k+hkvd", "first_pages+hkvd"
+    ] = "first_k+hkvd"
     k: NonNegative = 2
+    ratio: Share = 1.0
+    left: NotNegative = 0.0015
+    depth: Share = 0.2
+    run: Positive = 1
+    own: bool = False
+
+    def as_rule(self) -> Rule:
+        """The rule, for a plan."""
+        return Rule(
+            name=RuleName(self.rule),
+            k=self.k,
+            ratio=self.ratio,
+            left=self.left,
+            depth=self.depth,
+            run=self.run,
+            own=self.own,
+        )
 
 
 class CoordinatorSettings(_Config, frozen=True, kw_only=True):

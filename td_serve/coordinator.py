@@ -35,8 +35,6 @@ from td_serve.types import (
     Membership,
     RoundPrefill,
     RoundRecord,
-    Rule,
-    RuleName,
     SessionId,
 )
 
@@ -300,8 +298,7 @@ class RoundCoordinator:
             return ALL_EXACT
         requests = {member.agent: member.asked for member in members}
         head = next((one.head for one in requests.values() if one.head), [])
-        rule = Rule(name=RuleName(settings.rule), k=settings.k)
-        return plan_reuse(round_.sim, requests, rule, head)
+        return plan_reuse(round_.sim, requests, settings.as_rule(), head)
 
     def _hand_to(self, member: Member, handover: Handover | None) -> None:
         """Give a member its prefill; if it has left or has one already, give the prefill up."""

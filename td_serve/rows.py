@@ -82,13 +82,14 @@ def check(extent: Extent, canonical_tokens: int) -> None:
             raise ValueError(f"a piece from {piece.source} on of {canonical_tokens} tokens")
 
 
-def layout(members: Sequence[Extent], chosen: Sequence[bool], block_size: int) -> Rows:
-    """The rows of a group. `chosen` says of each canonical token whether it is computed anew."""
+def layout(members: Sequence[Extent], chosen: Sequence[Sequence[bool]], block_size: int) -> Rows:
+    """The rows of a group. `chosen` says, for each member, of every canonical token whether it is
+    computed anew."""
     blocks = [-(-member.tokens // block_size) for member in members]
     rows = Rows(block_size=block_size, blocks=sum(blocks))
     block = 0
-    for member, count in zip(members, blocks, strict=True):
-        rows.shares.append(_place(rows, member, chosen, block))
+    for member, mask, count in zip(members, chosen, blocks, strict=True):
+        rows.shares.append(_place(rows, member, mask, block))
         block += count
     return rows
 

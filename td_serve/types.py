@@ -39,7 +39,7 @@ ReaderId = NewType("ReaderId", str)
 SegmentKey = NewType("SegmentKey", str)
 """Position-independent identity of a run of tokens: 128 bits, hexadecimal."""
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 
 class WireVersionError(TdServeError):
@@ -327,13 +327,28 @@ class RuleName(enum.Enum):
     """The first `k` tokens of every segment."""
     FIRST_PAGES = "first_pages"
     """The first `k` pages of the shared part."""
+    HKVD = "hkvd"
+    """Those whose KV deviates most."""
+    FIRST_K_HKVD = "first_k+hkvd"
+    FIRST_PAGES_HKVD = "first_pages+hkvd"
 
 
 class Rule(_Wire, frozen=True, kw_only=True):
-    """A recovery rule and its measure."""
+    """A recovery rule and its measure.
+
+    `k` is for the rules of beginnings. Those of deviation choose, by what is seen after a share
+    `depth` of the layers, in runs of `run` tokens, until what is not chosen deviates by `left` or
+    less on average; at most a share `ratio` of the shared tokens. They choose for the whole group
+    at once, or for each member by its `own`.
+    """
 
     name: RuleName
     k: int = 0
+    ratio: float = 0.0
+    left: float = 0.0
+    depth: float = 0.0
+    run: int = 1
+    own: bool = False
 
 
 class Span(_Wire, frozen=True, kw_only=True):
@@ -412,7 +427,8 @@ class ReplicaState(_Wire, tag="replica-state", frozen=True, kw_only=True):
     """What a replica tells the directory: who it is, its birth, what its engine holds right now.
 
     `kv_usage` is the used share of the engine's KV pool, 0 to 1, blocks pinned for others and kept
-    for next turns included; `leases` are the turns kept.
+    for next turns included; `leases` are the turns kept. `no_passes` says why a prefill engine
+    cannot prefill members of a round together, if it cannot.
     """
 
     replica: ReplicaId
@@ -425,6 +441,7 @@ class ReplicaState(_Wire, tag="replica-state", frozen=True, kw_only=True):
     waiting: int = 0
     kv_usage: float = 0.0
     leases: int = 0
+    no_passes: str | None = None
 
 
 class Registered(_Wire, tag="registered", frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ choices = st.lists(st.booleans(), min_size=CANONICAL, max_size=CANONICAL)
 def test_each_token_is_accounted_for_once(
     members: list[Extent], chosen: list[bool], block_size: int
 ) -> None:
-    rows = layout(members, chosen, block_size)
+    rows = layout(members, [chosen] * len(members), block_size)
     for member, share in zip(members, rows.shares, strict=True):
         check(member, CANONICAL)
         computed = rows.positions[share.first : share.last]
@@ -56,7 +56,7 @@ def test_each_token_is_accounted_for_once(
 def test_no_two_tokens_share_a_slot_and_none_is_outside(
     members: list[Extent], chosen: list[bool], block_size: int
 ) -> None:
-    rows = layout(members, chosen, block_size)
+    rows = layout(members, [chosen] * len(members), block_size)
     assert len(set(rows.slots)) == len(rows.slots)
     taken = set()
     for member, share in zip(members, rows.shares, strict=True):
@@ -73,7 +73,7 @@ def test_no_two_tokens_share_a_slot_and_none_is_outside(
 @given(groups, choices)
 def test_a_run_ends_where_its_sequence_does(members: list[Extent], chosen: list[bool]) -> None:
     """The kernel's causality counts back from a sequence's end: it must be the run's last token."""
-    rows = layout(members, chosen, 4)
+    rows = layout(members, [chosen] * len(members), 4)
     assert rows.starts[-1] == len(rows.positions)
     for run, length in enumerate(rows.lengths):
         first, last = rows.starts[run], rows.starts[run + 1]

@@ -111,12 +111,17 @@ class PassEngine:
         )
 
     def score(
-        self, spec: PassSpec, prompts: list[list[int]], rules: Sequence[Rule], last: int
+        self,
+        spec: PassSpec,
+        prompts: list[list[int]],
+        asked: Sequence[tuple[Rule, bool]],
+        last: int,
     ) -> list[Score]:
-        """See `scoring.ScoringWorker.td_score`."""
-        from td_serve.bench.scoring import Score
+        """Of rules, or of as many tokens at random; see `scoring.ScoringWorker.td_score`."""
+        from td_serve.bench.scoring import Asked, Score
 
-        found = self._call("td_score", pack(spec), prompts, msgspec.json.encode(rules), last)
+        named = msgspec.json.encode([Asked(*one) for one in asked])
+        found = self._call("td_score", pack(spec), prompts, named, last)
         return msgspec.json.decode(found, type=list[Score])
 
     def _run(self, spec: PassSpec) -> PassResult:

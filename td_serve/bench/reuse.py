@@ -8,50 +8,29 @@ that computes everything has given the engine's own tokens.
 
 from __future__ import annotations
 
-import enum
 import itertools
-import statistics
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from td_serve.bench.fidelity import SCORED, Fidelity, Measured, fidelity, match_length
 from td_serve.bench.pass_engine import PassEngine, Played
+from td_serve.bench.presets import Preset
 from td_serve.bench.trace_rounds import Prompts, Round
 from td_serve.errors import TdServeError
 from td_serve.reuse import plan_reuse
 from td_serve.sim.layouts import Layout
 from td_serve.sim.trace import read_trace
-from td_serve.types import Rule, RuleName, SessionId
-
-SCORED = 32
-"""Tokens of every answer that fidelity is measured over."""
-
-
-class Preset(enum.Enum):
-    """Rules by the names by which they are asked for."""
-
-    TD = "td"
-    NONE = "none"
-    FIRST_K = "first_k"
-    FULL = "full"
-
-    @property
-    def rule(self) -> Rule:
-        return _RULES[self]
-
-
-_RULES = {
-    Preset.TD: Rule(name=RuleName.FIRST_PAGES, k=2),
-    Preset.NONE: Rule(name=RuleName.NONE),
-    Preset.FIRST_K: Rule(name=RuleName.FIRST_K, k=4),
-    Preset.FULL: Rule(name=RuleName.FULL),
-}
+from td_serve.types import SessionId
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """`rounds` rounds of a trace from `first` on, each after the one before it."""
+    """`rounds` rounds of a trace from `first` on, each after the one before it.
+
+    The trace's first `agents` agents take part (None: all), and hear all that spoke.
+    """
 
     trace: Path
     model: str
@@ -66,24 +45,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One way in one round: seconds until all first tokens, of which in passes; tokens computed."""
+    """One way in one round: seconds until all first tokens, of which in passes; tokens computed,
+    of which only because a rule has chosen them."""
 
     round: int
     way: str
     seconds: float
     pass_seconds: float
     computed: int
-
-
-class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule against full recomputation: divergence in nats at the first token (mean and largest of
-    all members), its mean over 32 tokens, and how often the likeliest token is the same."""
-
-    preset: Preset
-    kl0_mean: float
-    kl0_max: float
-    kl32_mean: float
-    top1_32: float
+    selected: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,20 +116,20 @@ def bench_reuse(options: Options, say: Callable[[str], None]) -> Result:
     engine = PassEngine(resolve(options.model), options.dtype, options.window, 3 * most)
     bench = _Bench(engine, SessionId(trace.name), options.presets)
     rows: list[Row] = []
-    scores: dict[Preset, list[tuple[list[float], list[float]]]] = {}
+    measured: dict[tuple[Preset, bool], Measured] = {}
     for before, round_ in itertools.pairwise(history_first):
         number = options.first + history_first.index(before)
         say(f"round {number}: is a pass that computes everything exact?")
         answers = bench.check_exact(before, round_)
         if options.fidelity:
             say(f"round {number}: fidelity")
-            bench.score(round_, answers, scores)
+            bench.measure(before, round_, answers, measured)
         if options.speed:
             laid = prompts.rounds(trace, options.agents, number - 1, 2, Layout.SHARED_FIRST)
             rows += bench.race(number, before, round_, (laid[0], laid[1]), say)
-    fidelity = [_fidelity(preset, found) for preset, found in scores.items()]
-    summary = summarise(options.presets[0], rows, fidelity, bench.tokens)
-    return Result(rows=rows, fidelity=fidelity, summary=summary, cut=cut)
+    close = [fidelity(*which, found) for which, found in measured.items()]
+    summary = summarise(options.presets[0], rows, close, bench.tokens)
+    return Result(rows=rows, fidelity=close, summary=summary, cut=cut)
 
 
 class _Bench:
@@ -208,6 +178,7 @@ class _Bench:
                     seconds=round(played.seconds, 3),
                     pass_seconds=round(played.pass_seconds, 3),
                     computed=played.computed,
+                    selected=sum(one.selected for one in played.counted),
                 )
             )
             say(f"round {number}, {way}: {played.seconds:.1f} s")
@@ -242,13 +213,14 @@ class _Bench:
             (serial(self._presets[0]), blended(self._presets[0], together=False)),
         ]
 
-    def score(
+    def measure(
         self,
+        before: Round,
         round_: Round,
         answers: dict[str, list[int]],
-        scores: dict[Preset, list[tuple[list[float], list[float]]]],
+        measured: dict[tuple[Preset, bool], Measured],
     ) -> None:
-        """Add each member's divergences and agreements to `scores`."""
+        """Add each member's divergences, agreements and match lengths to `measured`."""
         spec = plan_reuse(self._sim, round_, Preset.FULL.rule, _head(round_)).passes[0]
         by_request = {str(one.request_id): agent for agent, one in round_.items()}
         # Of an answer's tokens all but the last are read.
@@ -256,9 +228,21 @@ class _Bench:
             [*round_[agent].prompt_token_ids, *answers[agent][: SCORED - 1]]
             for agent in (by_request[str(member.request_id)] for member in spec.members)
         ]
-        found = self._engine.score(spec, prompts, [one.rule for one in self._presets], SCORED)
-        for preset, one in zip(self._presets, found, strict=True):
-            scores.setdefault(preset, []).extend(zip(one.kl, one.same, strict=True))
+        which = [(preset, False) for preset in self._presets]
+        which += [(preset, True) for preset in self._presets if preset.chooses]
+        asked = [(preset.rule, at_random) for preset, at_random in which]
+        for one, score in zip(which, self._engine.score(spec, prompts, asked, SCORED), strict=True):
+            found = measured.setdefault(one, Measured())
+            found.kl += score.kl
+            found.same += score.same
+            found.chosen.append(score.chosen)
+        for preset in self._presets:
+            salt = uuid.uuid4().hex
+            self._warm(before, preset, salt)
+            said = self._blend(round_, preset, salt, max_tokens=SCORED).answers
+            measured[preset, False].match += [
+                match_length(answers[agent], said[agent]) for agent in answers
+            ]
 
     def _warm(self, before: Round, preset: Preset, salt: str) -> None:
         """The round before, in the same way: it leaves histories and a header."""
@@ -296,31 +280,21 @@ def _counted(played: Played) -> Tokens:
     )
 
 
-def _fidelity(preset: Preset, found: Sequence[tuple[list[float], list[float]]]) -> Fidelity:
-    first = [kl[0] for kl, _ in found]
-    return Fidelity(
-        preset=preset,
-        kl0_mean=round(statistics.mean(first), 5),
-        kl0_max=round(max(first), 5),
-        kl32_mean=round(statistics.mean(one for kl, _ in found for one in kl), 5),
-        top1_32=round(statistics.mean(one for _, same in found for one in same), 4),
-    )
-
-
 def summarise(
     preset: Preset,
     rows: Sequence[Row],
-    fidelity: Sequence[Fidelity],
+    found: Sequence[Fidelity],
     tokens: Sequence[Tokens],
 ) -> Summary:
     """The first preset against the other ways: sums over all rounds."""
     seconds: dict[str, float] = {}
     computed: dict[str, int] = {}
+    selected = sum(row.selected for row in rows if row.way == preset.value)
     for row in rows:
         seconds[row.way] = seconds.get(row.way, 0.0) + row.seconds
         computed[row.way] = computed.get(row.way, 0) + row.computed
     ours = seconds.get(preset.value)
-    close = next((one for one in fidelity if one.preset is preset), None)
+    close = next((one for one in found if one.preset is preset and not one.at_random), None)
 
     def against(way: str) -> float | None:
         return round(seconds[way] / ours, 3) if ours and way in seconds else None
@@ -328,7 +302,7 @@ def summarise(
     over_floor = None
     if ours:
         # What is new by any way, at the rate of the engine's own prefill.
-        floor = computed[preset.value] * seconds[VLLM] / computed[VLLM]
+        floor = (computed[preset.value] - selected) * seconds[VLLM] / computed[VLLM]
         over_floor = round(ours / floor, 3)
     return Summary(
         preset=preset,

@@ -2,80 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import random
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 import torch
 
-from td_serve.engine.collective import Group, run_pass
-from td_serve.engine.kept import Run
-from td_serve.engine.worker import Passes, PassWorker, row_ids
-from td_serve.pic.rules import recovery
-from td_serve.rows import Extent, layout
-from td_serve.types import PassSpec, Rule, RuleName, unpack
+from td_serve.engine.collective import KV, run_pass
+from td_serve.engine.kept import NOTHING
+from td_serve.engine.parts import Part, batches, group_of
+from td_serve.engine.worker import Passes, PassWorker
+from td_serve.pic.base import Shared, mask
+from td_serve.types import MemberPass, PassSpec, Rule, RuleName, unpack
 
 T = TypeVar("T")
 
+_MOST_ROWS = 8192
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A rule; or, `at_random`, as many of the shared tokens as it chooses, whichever."""
+
+    rule: Rule
+    at_random: bool = False
+
 
 class Score(msgspec.Struct):
-    """Of one rule, by member and token: the Kullback-Leibler divergence from full recomputation in
-    nats, and 1 where the likeliest token is the same."""
+    """By member and token: the Kullback-Leibler divergence from full recomputation in nats, and 1
+    where the likeliest token is the same. `chosen` is the share of shared tokens computed anew."""
 
     kl: list[list[float]]
     same: list[list[float]]
+    chosen: float
 
 
 class ScoringWorker(PassWorker):
     """A worker that also scores rules."""
 
-    def td_score(self, packed: bytes, prompts: list[list[int]], rules: bytes, last: int) -> bytes:
-        """A `Score` for each of `rules`, of every prompt's `last` tokens; both as JSON lists.
+    def td_score(self, packed: bytes, prompts: list[list[int]], asked: bytes, last: int) -> bytes:
+        """A `Score` for each of `asked`, of every prompt's `last` tokens; both as JSON lists.
 
         `prompts` are those of the spec's members, whole. No history is used.
         """
         with torch.inference_mode():
-            named = msgspec.json.decode(rules, type=list[Rule])
+            named = msgspec.json.decode(asked, type=list[Asked])
             scores = _score(self._td_ready(), unpack(packed, PassSpec), prompts, named, last)
         return msgspec.json.encode(scores)
 
 
 def _score(
-    passes: Passes, spec: PassSpec, prompts: list[list[int]], rules: list[Rule], last: int
+    passes: Passes, spec: PassSpec, prompts: list[list[int]], asked: list[Asked], last: int
 ) -> list[Score]:
     canonical, _ = _finish(passes.canonical(spec.canonical))
+    shared = Shared(len(spec.canonical.token_ids), spec.canonical.segments)
+    unsettled = [Part(member, NOTHING, 0, ()) for member in spec.members]
 
-    def logprobs(rule: Rule) -> torch.Tensor:
-        return _logits(passes, spec, prompts, canonical, rule, last).log_softmax(-1)
+    def parts(one: Asked) -> list[Part]:
+        chosen = _finish(passes.chooser.choose(one.rule, unsettled, canonical.kv, shared))
+        return _at_random(chosen, shared) if one.at_random else chosen
 
-    wanted = logprobs(Rule(name=RuleName.FULL))
+    def logprobs(chosen: list[Part]) -> torch.Tensor:
+        whole = [
+            replace(part, member=msgspec.structs.replace(part.member, token_ids=prompt))
+            for part, prompt in zip(chosen, prompts, strict=True)
+        ]
+        return _logits(passes, whole, canonical.kv, last).log_softmax(-1)
+
+    wanted = logprobs(parts(Asked(Rule(name=RuleName.FULL))))
     scores = []
-    for rule in rules:
-        found = logprobs(rule)
+    for one in asked:
+        chosen = parts(one)
+        found = logprobs(chosen)
         kl = (wanted.exp() * (wanted - found)).sum(-1).view(len(prompts), last)
         same = (wanted.argmax(-1) == found.argmax(-1)).float().view(len(prompts), last)
-        scores.append(Score(kl.tolist(), same.tolist()))
+        scores.append(Score(kl.tolist(), same.tolist(), _share_chosen(chosen)))
     return scores
 
 
-def _logits(
-    passes: Passes, spec: PassSpec, prompts: list[list[int]], canonical: Run, rule: Rule, last: int
-) -> torch.Tensor:
+def _at_random(parts: Sequence[Part], shared: Shared) -> list[Part]:
+    """One choice for all, as large as theirs is on average."""
+    places = shared.places()
+    count = round(_share_chosen(parts) * len(places))
+    chosen = mask(shared, random.Random(count).sample(places, count))
+    return [replace(part, chosen=chosen) for part in parts]
+
+
+def _share_chosen(parts: Sequence[Part]) -> float:
+    places = [place for part in parts for place in _places(part.member)]
+    chosen = sum(part.chosen[place] for part in parts for place in _places(part.member))
+    return chosen / len(places)
+
+
+def _places(member: MemberPass) -> list[int]:
+    return [piece.source + offset for piece in member.pieces for offset in range(piece.tokens)]
+
+
+def _logits(passes: Passes, parts: Sequence[Part], canonical: KV, last: int) -> torch.Tensor:
     """Of each prompt's last tokens, [prompts * last, vocabulary]."""
-    size = passes.attention.block_size
-    chosen = recovery(rule, size).chosen(spec.canonical.segments, canonical.kv.tokens)
-    extents = [
-        Extent(tokens=len(prompt), history=0, pieces=member.pieces)
-        for prompt, member in zip(prompts, spec.members, strict=True)
-    ]
-    rows = layout(extents, chosen, size)
-    wanted = [row for share in rows.shares for row in range(share.last - last, share.last)]
-    group = Group(
-        rows, row_ids(rows, prompts), canonical.kv, [None] * len(prompts), logits_of=wanted
-    )
-    logits = _finish(run_pass(passes.model, passes.attention, group)).logits
-    assert logits is not None, "logits were asked for"
-    return logits
+    found = []
+    for batch in batches(parts, _MOST_ROWS):
+        group = group_of(batch, canonical, passes.attention.block_size)
+        group.logits_of = [
+            row for share in group.rows.shares for row in range(share.last - last, share.last)
+        ]
+        logits = _finish(run_pass(passes.model, passes.attention, group)).logits
+        assert logits is not None, "logits were asked for"
+        found.append(logits)
+    return torch.cat(found)
 
 
 def _finish(steps: Generator[None, None, T]) -> T:

@@ -47,14 +47,16 @@ class Prompts:
     def rounds(
         self, trace: Trace, agents: int | None, first: int, count: int | None, layout: Layout
     ) -> list[Round]:
-        """The prompts of `count` rounds from round `first` on, with the recorded outputs.
+        """The prompts of `count` rounds from round `first` on, with the recorded outputs: those of
+        the first `agents` agents, who hear all that spoke.
 
         Raises ReplayError where the trace does not have them, or a prompt does not fit.
         """
         chosen = choose_agents(trace, agents)
         played = choose_rounds(trace, first, count)
-        check_outputs(trace, chosen, played, live=False)
-        shared = [share(one, recorded_outputs(one), chosen) for one in trace.rounds]
+        everybody = trace.header.agent_ids
+        check_outputs(trace, everybody, played, live=False)
+        shared = [share(one, recorded_outputs(one), everybody) for one in trace.rounds]
         made = []
         for round_ in played:
             known = shared[: round_.round]

@@ -199,7 +199,12 @@ def _add_reuse(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     bench.add_argument("--trace", type=Path, required=True, metavar="TRACE")
     bench.add_argument("--model", default="smollm2-135m-instruct", metavar="MODEL")
-    bench.add_argument("--agents", type=_positive, metavar="N", help="the first N (default: all)")
+    bench.add_argument(
+        "--agents",
+        type=_positive,
+        metavar="N",
+        help="the first N of the agents, who hear them all (default: all)",
+    )
     bench.add_argument(
         "--first", type=_positive, default=1, metavar="T", help="first round (default: 1)"
     )
@@ -210,7 +215,8 @@ def _add_reuse(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--presets",
         default="td,none",
         metavar="NAME,…",
-        help="td, none, first_k, full; the summary is of the first (default: td,none)",
+        help="td, none, first_k, first_pages, hkvd, first_k+hkvd, full; the summary is of the "
+        "first (default: td,none)",
     )
     bench.add_argument("--window", type=_positive, default=8192, metavar="N", help="in tokens")
     bench.add_argument("--dtype", default="float32", metavar="TYPE", help="(default: float32)")
@@ -228,7 +234,8 @@ def run_reuse(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from td_serve.bench.reuse import Options, Preset, bench_reuse
+    from td_serve.bench.presets import Preset
+    from td_serve.bench.reuse import Options, bench_reuse
     from td_serve.bench.reuse_report import fidelity_table, speed_table
     from td_serve.report import envelope, write_json
 

@@ -50,7 +50,8 @@ class Group:
     """What a pass computes. `ids` are the rows' tokens; `histories` each member's, or None.
 
     `canonical` holds keys before rotation; histories and everything computed hold them rotated,
-    unless the pass is `unrotated`: it then computes a canonical sequence.
+    unless the pass is `unrotated`: it then computes a canonical sequence. With `until`, it computes
+    that one layer's keys and values alone, unrotated too.
     """
 
     rows: Rows
@@ -58,6 +59,7 @@ class Group:
     canonical: KV
     histories: Sequence[KV | None]
     unrotated: bool = False
+    until: int | None = None
     logits_of: list[int] = field(default_factory=list)
     """Of these rows logits are wanted too."""
 
@@ -117,6 +119,8 @@ def run_pass(
     for layer in range(model.layers):
         yield
         query, key, value, residual = model.project(layer, hidden, residual)
+        if layer == group.until:
+            return Computed(KV([key], [value]))
         if group.unrotated:
             found.keys.append(key.clone())
         query, turned = model.rotate(layer, positions, query, key)

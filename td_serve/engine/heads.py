@@ -6,8 +6,14 @@ from typing import Any
 
 from td_serve.segments import SEPARATOR
 
-_NEUTRAL = "You are one of several who take part."
-"""Nobody's own system text: what is shared is computed after it."""
+_NEUTRAL = (
+    "You take part in something that several people or agents do together, in rounds. First comes "
+    "what everybody said or did in the last round, then who you are and what you know, and at the "
+    "end what to do now."
+)
+"""Nobody's own system text, after which what is shared is computed. It decides how close answers
+come to exact ones: with a model's default text, none, or one short sentence they are several times
+farther."""
 
 
 def neutral_head(tokenizer: Any) -> list[int]:

@@ -18,6 +18,15 @@ _SUPPORTED = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+_ROTARY = (
+    "RotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "DynamicNTKScalingRotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+)
+"""Rotations by a token's own position alone, by one table for all lengths. Keys are kept before
+rotation and turned once, by the model's own module, so that no scaling is ours to know."""
 
 
 class LayeredModel(Protocol):
@@ -136,5 +145,5 @@ def _check(model: Any) -> None:
             if is_used:
                 raise ModelError(f"{name}: layer {number} has {feature}, which no pass computes")
         rotary = type(attention.rotary_emb).__name__
-        if rotary != "RotaryEmbedding":
-            raise ModelError(f"{name}: positions by {rotary}, expected plain RoPE")
+        if rotary not in _ROTARY:
+            raise ModelError(f"{name}: positions by {rotary}, expected {', '.join(_ROTARY)}")

@@ -67,12 +67,24 @@ class RoundPasses:
         self._slice_s = slice_s
         self._turn = asyncio.Lock()
         self._tasks = Tasks()
+        self._is_asked = False
+        self.refused: str | None = None
+        """Why there are no passes, once `refusal` has asked."""
+
+    async def refusal(self) -> str | None:
+        """Why this engine makes no passes; None if it does. Raises Unavailable."""
+        if not self._is_asked:
+            self.refused = await self._call("td_refusal")
+            self._is_asked = True
+        return self.refused
 
     async def make(self, spec: PassSpec, name: str) -> dict[RequestId, Made]:
         """Run a pass; by member what it has made. `name` says which it is, for the log.
 
-        Empty where it failed: then all is computed. Raises Unavailable.
+        Empty where it failed, or there are none: then all is computed. Raises Unavailable.
         """
+        if await self.refusal() is not None:
+            return {}
         async with self._turn:
             try:
                 result = await self._run(spec)
@@ -90,7 +102,7 @@ class RoundPasses:
 
     async def mirrors(self) -> int:
         """For how many members the engine keeps what passes have made."""
-        return int(await self._call("td_mirrors"))
+        return 0 if await self.refusal() is not None else int(await self._call("td_mirrors"))
 
     def release(self, name: RequestId) -> None:
         """What was made for this member has been loaded, or will not be."""
@@ -107,7 +119,8 @@ class RoundPasses:
 
     async def _release(self, names: Sequence[RequestId]) -> None:
         with contextlib.suppress(Unavailable):  # what a dead engine kept is gone
-            await self._call("td_release", list(names))
+            if await self.refusal() is None:
+                await self._call("td_release", list(names))
 
     async def _run(self, spec: PassSpec) -> PassResult:
         ended = False

@@ -8,21 +8,22 @@ ends by itself or is aborted; one at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from td_serve.engine.choosing import Chooser
 from td_serve.engine.collective import Group, run_pass
-from td_serve.engine.kept import Mirror, RoundStore, Run
+from td_serve.engine.kept import NOTHING, Mirror, RoundStore, Run
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
+from td_serve.engine.parts import Part, batches, group_of
 from td_serve.engine.restoring import RoundConnector
 from td_serve.errors import ModelError
-from td_serve.pic.rules import recovery
-from td_serve.rows import Extent, Rows, Share, check, layout
+from td_serve.pic.base import Shared
+from td_serve.rows import Extent, Share, check, layout
 from td_serve.types import (
     Canonical,
     MemberPass,
@@ -43,6 +44,14 @@ class PassWorker:
 
     model_runner: Any
     td_passes: Passes | None = None
+
+    def td_refusal(self) -> str | None:
+        """Why no passes are made here; None if they are."""
+        try:
+            self._td_ready()
+        except ModelError as error:
+            return str(error)
+        return None
 
     def td_begin(self, packed: bytes) -> None:
         """Begin a pass. Raises ValueError when one is under way or the spec does not fit."""
@@ -98,13 +107,6 @@ def _round_connector(connector: Any) -> RoundConnector:
     return next(part for part in parts if isinstance(part, RoundConnector))
 
 
-class _Kept(NamedTuple):
-    """A kept run, and with how many of its tokens a prompt begins."""
-
-    run: Run
-    tokens: int
-
-
 class Passes:
     """The passes of one engine, one after the other, and what they keep in `store`.
 
@@ -127,6 +129,7 @@ class Passes:
         self.attention = attention
         self._window = window
         self._most_rows = most_rows
+        self.chooser = Chooser(model, attention, most_rows)
         self._under_way: Generator[None, None, PassResult] | None = None
 
     def begin(self, spec: PassSpec) -> None:
@@ -137,7 +140,7 @@ class Passes:
         if (longest := max(map(len, parts))) > self._window:
             raise ValueError(f"{longest} tokens, expected at most {self._window}")
         for member in spec.members:
-            check(_extent(member, 0), len(spec.canonical.token_ids))
+            check(Part(member, NOTHING, 0, ()).extent, len(spec.canonical.token_ids))
         self._under_way = self._play(spec)
 
     def step(self, budget_s: float) -> PassResult | None:
@@ -166,70 +169,47 @@ class Passes:
 
     def _play(self, spec: PassSpec) -> Generator[None, None, PassResult]:
         canonical, computed = yield from self.canonical(spec.canonical)
-        rule = recovery(spec.rule, self.attention.block_size)
-        chosen = rule.chosen(spec.canonical.segments, canonical.kv.tokens)
-        kept = [self._history(member) for member in spec.members]
-        self._check_room(spec, kept, chosen)
+        shared = Shared(len(spec.canonical.token_ids), spec.canonical.segments)
+        unsettled = [self._part(member) for member in spec.members]
+        parts = yield from self.chooser.choose(spec.rule, unsettled, canonical.kv, shared)
+        self._check_room(parts)
         found: dict[str, PassTokens] = {}
         try:
-            for batch in self._batches(spec.members, kept, chosen):
-                found |= yield from self._batch(batch, canonical, chosen)
+            for batch in batches(parts, self._most_rows):
+                found |= yield from self._batch(batch, canonical)
         except BaseException:
             self.store.release(found)  # nobody will be told of them
             raise
         return PassResult(members=found, canonical=computed)
 
-    def _check_room(self, spec: PassSpec, kept: Sequence[_Kept], chosen: Sequence[bool]) -> None:
+    def _check_room(self, parts: Sequence[Part]) -> None:
         """Raises ValueError when the members' own rows would be more than the store may hold."""
-        rows = sum(map(partial(_rows, chosen), spec.members, kept))
+        rows = sum(part.rows() for part in parts)
         wanted, room = rows * self.model.kv_bytes, self.store.budget_bytes
         if wanted > room:
             raise ValueError(f"{wanted} bytes for {rows} rows, expected at most {room}")
 
-    def _batches(
-        self, members: Sequence[MemberPass], kept: Sequence[_Kept], chosen: Sequence[bool]
-    ) -> Iterator[list[tuple[MemberPass, _Kept]]]:
-        """The members in batches, in order."""
-        batch: list[tuple[MemberPass, _Kept]] = []
-        rows = 0
-        for member, history in zip(members, kept, strict=True):
-            more = _rows(chosen, member, history)
-            if batch and rows + more > self._most_rows:
-                yield batch
-                batch, rows = [], 0
-            batch.append((member, history))
-            rows += more
-        if batch:
-            yield batch
-
     def _batch(
-        self, batch: Sequence[tuple[MemberPass, _Kept]], canonical: Run, chosen: Sequence[bool]
+        self, batch: Sequence[Part], canonical: Run
     ) -> Generator[None, None, dict[str, PassTokens]]:
         """Compute some members' rows, and keep what comes of it; their tokens, by request."""
-        extents = [_extent(member, kept.tokens) for member, kept in batch]
-        rows = layout(extents, chosen, self.attention.block_size)
-        group = Group(
-            rows,
-            row_ids(rows, [member.token_ids for member, _ in batch]),
-            canonical.kv,
-            [kept.run.kv.part(0, kept.tokens) for _, kept in batch],
-        )
+        group = group_of(batch, canonical.kv, self.attention.block_size)
         computed = yield from run_pass(self.model, self.attention, group)
         found: dict[str, PassTokens] = {}
-        for (member, kept), extent, share in zip(batch, extents, rows.shares, strict=True):
+        for part, share in zip(batch, group.rows.shares, strict=True):
             mirror = Mirror(
-                tokens=extent.tokens,
+                tokens=len(part.member.token_ids),
                 canonical=canonical,
                 cached=share.cached,
                 sources=share.sources,
-                history=kept.run,
-                history_tokens=kept.tokens,
-                positions=rows.positions[share.first : share.last],
+                history=part.history,
+                history_tokens=part.history_tokens,
+                positions=group.rows.positions[share.first : share.last],
                 own=computed.kv.part(share.first, share.last),
             )
-            self.store.mirrors[member.request_id] = mirror
-            self._keep_history(member, mirror)
-            found[member.request_id] = _count(extent, share)
+            self.store.mirrors[part.member.request_id] = mirror
+            self._keep_history(part.member, mirror)
+            found[part.member.request_id] = _count(part.extent, share)
         return found
 
     def canonical(self, wanted: Canonical) -> Generator[None, None, tuple[Run, int]]:
@@ -241,17 +221,17 @@ class Passes:
         before = run.kv.part(0, common)
         known = [Piece(start=0, tokens=common, source=0)] if common else []
         extent = Extent(tokens=total, history=0, pieces=known)
-        rows = layout([extent], [False] * common, self.attention.block_size)
+        rows = layout([extent], [[False] * common], self.attention.block_size)
         group = Group(rows, wanted.token_ids[common:], before, [None], unrotated=True)
         computed = yield from run_pass(self.model, self.attention, group)
         made = Run(wanted.token_ids, before.followed_by(computed.kv))
         self.store.keep(_CANONICAL, wanted.key, made)
         return made, total - common
 
-    def _history(self, member: MemberPass) -> _Kept:
-        """What is kept of what stands before the member's first piece."""
+    def _part(self, member: MemberPass) -> Part:
+        """A member with what is kept of what stands before its first piece."""
         private = member.token_ids[: _private(member)]
-        return _Kept(*self.store.find(_HISTORY, member.history, private))
+        return Part(member, *self.store.find(_HISTORY, member.history, private), chosen=())
 
     def _keep_history(self, member: MemberPass, mirror: Mirror) -> None:
         """What stands before the first piece attends to nothing but itself: it is exact."""
@@ -264,31 +244,9 @@ class Passes:
             self.store.keep(_HISTORY, member.history, Run(member.token_ids[:private], kv))
 
 
-def _extent(member: MemberPass, history: int) -> Extent:
-    return Extent(tokens=len(member.token_ids), history=history, pieces=member.pieces)
-
-
-def _rows(chosen: Sequence[bool], member: MemberPass, kept: _Kept) -> int:
-    """How many of a member's rows are computed."""
-    reused = sum(
-        piece.tokens - sum(chosen[piece.source : piece.source + piece.tokens])
-        for piece in member.pieces
-    )
-    return len(member.token_ids) - kept.tokens - reused
-
-
 def _private(member: MemberPass) -> int:
     """How many tokens stand before the member's first piece."""
     return member.pieces[0].start if member.pieces else len(member.token_ids)
-
-
-def row_ids(rows: Rows, prompts: list[list[int]]) -> list[int]:
-    """The rows' tokens."""
-    return [
-        prompt[position]
-        for prompt, share in zip(prompts, rows.shares, strict=True)
-        for position in rows.positions[share.first : share.last]
-    ]
 
 
 def _count(extent: Extent, share: Share) -> PassTokens:

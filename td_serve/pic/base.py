@@ -7,17 +7,57 @@ rule names the shared tokens that are computed anew, where they stand, to recove
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from td_serve.types import Span
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What a rule chooses from: the `segments` of a canonical sequence of `tokens` tokens, in
+    order; what stands before them is nobody's.
+
+    `deviations` says of each token how far its keys, in a member's own context, are from the
+    canonical ones at the rule's check layer: the squared distance over those' squared length. Empty
+    for a rule without a check layer.
+    """
+
+    tokens: int
+    segments: Sequence[Span]
+    deviations: Sequence[float] = ()
+
+    def places(self) -> list[int]:
+        """Every shared token's place in the canonical sequence, in order."""
+        return [place for span in self.segments for place in range(span.start, _end(span))]
+
+
 class Recovery(Protocol):
-    """A rule that is settled before anything is computed."""
+    """A rule. Pure: the same `Shared` gives the same choice, on every rank."""
 
-    def chosen(self, segments: Sequence[Span], tokens: int) -> list[bool]:
-        """Of each of the canonical sequence's `tokens` tokens: whether members compute it.
-
-        `segments` are the shared part, in order; what stands before it is nobody's.
-        """
+    def check_layer(self, layers: int) -> int | None:
+        """At which of a model's layers deviations are looked at; None when they are not."""
         ...
+
+    def chosen(self, shared: Shared) -> list[bool]:
+        """Of each of the canonical sequence's tokens: whether members compute it."""
+        ...
+
+
+class Settled:
+    """A rule that looks at nothing that is computed."""
+
+    def check_layer(self, layers: int) -> int | None:
+        return None
+
+
+def mask(shared: Shared, places: Sequence[int]) -> list[bool]:
+    """True at `places` alone."""
+    made = [False] * shared.tokens
+    for place in places:
+        made[place] = True
+    return made
+
+
+def _end(span: Span) -> int:
+    return span.start + span.tokens

@@ -6,36 +6,31 @@ would not. Whole pages at the beginning of the shared part adjoin a member's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from td_serve.types import Span
+from td_serve.pic.base import Settled, Shared, mask
 
 
-class FirstTokens:
+class FirstTokens(Settled):
     """The first `tokens` tokens of each segment."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
 
-    def chosen(self, segments: Sequence[Span], tokens: int) -> list[bool]:
-        mask = [False] * tokens
-        for span in segments:
-            count = min(self._tokens, span.tokens)
-            mask[span.start : span.start + count] = [True] * count
-        return mask
+    def chosen(self, shared: Shared) -> list[bool]:
+        return mask(
+            shared,
+            [
+                span.start + offset
+                for span in shared.segments
+                for offset in range(min(self._tokens, span.tokens))
+            ],
+        )
 
 
-class FirstPages:
+class FirstPages(Settled):
     """The first `pages` pages of `page_tokens` tokens of the whole shared part."""
 
     def __init__(self, pages: int, page_tokens: int) -> None:
         self._tokens = pages * page_tokens
 
-    def chosen(self, segments: Sequence[Span], tokens: int) -> list[bool]:
-        mask = [False] * tokens
-        left = self._tokens
-        for span in segments:
-            count = min(left, span.tokens)
-            mask[span.start : span.start + count] = [True] * count
-            left -= count
-        return mask
+    def chosen(self, shared: Shared) -> list[bool]:
+        return mask(shared, shared.places()[: self._tokens])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from td_serve.types import Span
+from td_serve.pic.base import Settled, Shared
 
 
-class Full:
-    def chosen(self, segments: Sequence[Span], tokens: int) -> list[bool]:
-        return [True] * tokens
+class Full(Settled):
+    def chosen(self, shared: Shared) -> list[bool]:
+        return [True] * shared.tokens

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from td_serve.types import Span
+from td_serve.pic.base import Settled, Shared
 
 
-class Nothing:
-    def chosen(self, segments: Sequence[Span], tokens: int) -> list[bool]:
-        return [False] * tokens
+class Nothing(Settled):
+    def chosen(self, shared: Shared) -> list[bool]:
+        return [False] * shared.tokens

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -28,7 +29,8 @@ from td_serve.bench.serve import Summary, read_cluster, summarise
 from td_serve.bench.start import Start
 from td_serve.cli import EXIT_ERROR, main
 from td_serve.errors import ConfigError, TdServeError
-from tests.cluster.harness import BIN, LOCAL, ROOT
+from td_serve.models.random_model import write_random
+from tests.cluster.harness import BIN, LOCAL, ROOT, cluster_file
 
 ROW_KEYS = [
     "concurrency",
@@ -270,8 +272,15 @@ def test_a_wrong_file_is_told_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_the_whole_in_small(tmp_path: Path) -> None:
+    write_random(tmp_path / "tiny", like="llama", layers=2)
+    cluster = tmp_path / "tiny.yaml"
+    engine = {"max_model_len": 1024, "kv_cache_gib": 0.1}
+    data = cluster_file(model=str(tmp_path / "tiny"), engine=engine)
+    cluster.write_text(yaml.safe_dump(data), "utf-8")
     out = tmp_path / "bench.json"
-    process = run_bench("--requests=4", "--concurrency=1,2", "--seed=5", f"--json={out}")
+    process = run_bench(
+        f"--cluster={cluster}", "--requests=4", "--concurrency=1,2", "--seed=5", f"--json={out}"
+    )
     printed, said = process.communicate(timeout=800)
     assert process.returncode == 0, said
     assert "http − direct" in printed

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from td_serve.bench.reuse import VLLM, Fidelity, Preset, Row, serial, summarise
+from td_serve.bench.fidelity import Measured, fidelity
+from td_serve.bench.presets import Preset
+from td_serve.bench.reuse import VLLM, Row, serial, summarise
 from td_serve.cli import EXIT_ERROR, main
 from td_serve.models.random_model import write_random
 
@@ -29,8 +31,10 @@ def test_the_summary_compares_the_first_preset_with_every_other_way() -> None:
         row(VLLM, 20.0, 1000),
         row("td", 5.0, 200),
     ]
-    found = Fidelity(preset=Preset.TD, kl0_mean=0.1, kl0_max=0.2, kl32_mean=0.3, top1_32=0.9)
-    summary = summarise(Preset.TD, rows, [found], [])
+    near = Measured(kl=[[0.1, 0.5], [0.1, 0.5]], same=[[1.0, 0.8]] * 2, chosen=[0.5], match=[1, 2])
+    far = Measured(kl=[[9.0, 9.0]], same=[[0.0, 0.0]], chosen=[0.5])
+    close = [fidelity(Preset.TD, True, far), fidelity(Preset.TD, False, near)]
+    summary = summarise(Preset.TD, rows, close, [])
     assert summary.speedup_vs_vllm == 4.0
     assert summary.speedup_vs_serial == 0.75
     assert summary.speedup_vs_shared_first == 1.0
@@ -46,7 +50,10 @@ def test_what_was_not_measured_is_not_claimed() -> None:
 
 def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "reuse", "--trace", str(VILLAGE), "--presets", "tdx"]) == EXIT_ERROR
-    assert "--presets: 'tdx', expected some of td, none, first_k, full" in capsys.readouterr().err
+    assert (
+        "--presets: 'tdx', expected some of td, none, first_k, first_pages, hkvd"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.engine

@@ -265,6 +265,26 @@ class Cluster:
         )
 
 
+def complete(cluster: Cluster, **body: Any) -> dict[str, Any]:
+    """A completion by the cluster's own model."""
+    with httpx.Client(base_url=cluster.url, timeout=120) as http:
+        model = http.get("/models").json()["data"][0]["id"]
+        answer = http.post(
+            "/completions", json={"model": model, "prompt": "The mill", "max_tokens": 4, **body}
+        )
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def is_engine(process: psutil.Process) -> bool:
+    """It is an engine's, and has not ended."""
+    try:
+        return "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
 def _is_complete(deployment: Mapping[str, Any]) -> bool:
     states = [replica["state"] for replica in deployment["replicas"]]
     target = deployment["deployment_config"]["num_replicas"]

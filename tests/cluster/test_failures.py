@@ -102,7 +102,7 @@ async def test_members_that_leave_in_mid_prefill_stop_it(cluster: Cluster) -> No
     place = {"sim": "stop", "round": 0, "n_agents": len(agents)}
 
     def body(agent: str, **more: Any) -> dict[str, Any]:
-        prompt = f"{agent} " + "speaks of rivers and of bread " * 600
+        prompt = f"{agent} " + "speaks of rivers and of bread " * 450
         return {"model": MODEL, "prompt": prompt, "max_tokens": 1, **more}
 
     async with httpx.AsyncClient(timeout=60) as http:
@@ -133,7 +133,7 @@ async def test_a_replica_is_killed_while_it_works(
 ) -> None:
     """What had put out something breaks off clearly; the rest is served by the next replica."""
     started = asyncio.Event()
-    speaking = asyncio.create_task(stream(client, "Tell a long story.", 800, started))
+    speaking = asyncio.create_task(stream(client, "Tell a long story.", 300, started))
     await asyncio.wait_for(started.wait(), 120)
     # Not started yet when the replica dies: its prompt is long, and nobody has it cached.
     pending = asyncio.create_task(stream(client, f"{victim}: {LONG}", 24))

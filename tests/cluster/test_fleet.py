@@ -1,4 +1,5 @@
-"""Two replicas of each kind: turns go where their KV is, and outlive any one replica."""
+"""Two replicas of each kind: turns go where their KV is, and outlive any one replica; and a second
+deployment on the machine, which is deployed anew."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ import psutil
 import pytest
 from vllm import SamplingParams
 
-from tests.cluster.harness import Cluster, cluster_file, wait_for
+from tests.cluster.harness import Cluster, cluster_file, complete, is_engine, wait_for
 from tests.plain import plain_engine
 
 pytestmark = pytest.mark.cluster
@@ -44,6 +46,8 @@ def fleet(tiny_model: Path) -> Iterator[Cluster]:
                 model=str(tiny_model),
                 engine={"max_model_len": 4096, "kv_cache_gib": 0.1},
                 frontend={"served_model_name": MODEL},
+                ingress={"num_replicas": 2},
+                coordinator={"num_replicas": 2},
                 # So that what prefill has not computed, it has read.
                 prefill={"num_replicas": 2, "engine": {"enable_prefix_caching": False}},
                 decode={"num_replicas": 2},
@@ -171,6 +175,42 @@ def standing_still(process: psutil.Process) -> Iterator[None]:
             process.resume()
 
 
+def test_two_deployments_do_not_meet(fleet: Cluster, cluster: Cluster) -> None:
+    """On one machine: other ports, engines and directories; each answers for its own model."""
+    states = [*cluster.replicas(), *fleet.replicas()]
+    assert len(states) == 6
+    for name in ("replica", "nixl_port"):
+        assert len({state[name] for state in states}) == 6, name
+    here, there = complete(cluster, temperature=0), complete(fleet, temperature=0)
+    assert here["model"] != there["model"]
+    assert here["choices"][0]["text"] != there["choices"][0]["text"]
+    cluster.wait_until_idle()
+    fleet.wait_until_idle()
+
+
+def test_a_session_has_one_coordinator_whichever_ingress_it_comes_by(fleet: Cluster) -> None:
+    """Members that met different coordinators would wait for each other until the deadline."""
+    agents, sims = ["adam", "mary", "wren"], [f"hashed-{number}" for number in range(8)]
+
+    def play(sim: str, agent: str) -> None:
+        place = {"sim": sim, "round": 0, "agent": agent, "n_agents": 3, "deadline_ms": 60_000}
+        complete(fleet, td_round=place)
+
+    with ThreadPoolExecutor(24) as pool:
+        for done in [pool.submit(play, sim, agent) for sim in sims for agent in agents]:
+            done.result()
+    assert len(fleet.pids("Ingress")) == len(fleet.pids("RoundCoordinator")) == 2
+    for sim in sims:
+        outputs = httpx.get(f"{fleet.url}/rounds/{sim}/0", timeout=30).json()["outputs"]
+        assert [one["agent"] for one in outputs] == agents
+    logs = "".join(
+        log.read_text("utf-8", "replace")
+        for log in (fleet.temp / "session_latest" / "logs").glob("worker-*.err")
+    )
+    for sim in sims:
+        assert f"round 0 of sim {sim!r}: 3 members, 0 absent" in logs
+
+
 async def test_every_turn_reads_all_of_the_last_one(fleet: Cluster, many: Conversations) -> None:
     async def play(one: Conversation) -> None:
         for _ in range(3):
@@ -255,7 +295,7 @@ async def test_a_conversation_that_moved_leaves_no_lease_behind(
 async def test_a_prefill_replica_is_taken_away_while_turns_run(
     fleet: Cluster, many: Conversations
 ) -> None:
-    """The last test here: the fleet is smaller afterwards."""
+    """The fleet is smaller afterwards."""
     data = copy.deepcopy(fleet.data)
     overrides = data["applications"][0]["deployments"]
     overrides.append({"name": "PrefillReplica", "num_replicas": 1})
@@ -274,3 +314,36 @@ async def test_a_prefill_replica_is_taken_away_while_turns_run(
     assert {one["epoch"] for one in fleet.replicas()} < kept
     await many.speak()
     many.check_all_was_read()
+
+
+def test_three_redeploys_leave_one_of_each(fleet: Cluster) -> None:
+    """Each change of `args` makes every replica anew; none of the old ones stays. The last test
+    here."""
+    epochs = set()
+    for number in range(3):
+        data = copy.deepcopy(fleet.data)
+        del data["applications"][0]["deployments"]
+        args = data["applications"][0]["args"]
+        args["engine"]["seed"] = number + 1
+        args |= {"ingress": {}, "coordinator": {}}  # one of each
+        args["prefill"] = {"drain_timeout_s": 5}
+        args["decode"] = {"drain_timeout_s": 5}
+        fleet.deploy(data)
+        assert complete(fleet)["choices"]
+        wait_for(lambda: len(fleet.replicas()) == 2, 60, "the old replicas' end")
+        epochs.add(tuple(sorted(state["epoch"] for state in fleet.replicas())))
+    assert len(epochs) == 3, "every redeploy made new engines"
+    for deployment in (
+        "Ingress",
+        "RoundCoordinator",
+        "KVDirectory",
+        "PrefillReplica",
+        "DecodeReplica",
+    ):
+        wait_for(
+            lambda name=deployment: len(fleet.pids(name)) == 1,
+            60,
+            lambda name=deployment: f"one {name}: {fleet.pids(name)}",
+        )
+    engines = [p for p in fleet.processes() if is_engine(p)]
+    assert len(engines) == 2, "no engine of an old replica is left"

@@ -13,6 +13,7 @@ from td_serve.config import ConversationConfig, EngineConfig, NixlConfig
 from td_serve.conversations import key
 from td_serve.engine.codec import greedy_sampling
 from td_serve.types import ConversationKey, GenerateRequest, RequestId
+from tests.cluster.harness import is_engine
 from tests.plain import plain_engine
 
 BLOCK = 32
@@ -75,12 +76,4 @@ def new_conversation() -> ConversationKey:
 
 def engine_processes() -> set[psutil.Process]:
     """The engines' processes under this one."""
-    return {process for process in psutil.Process().children(recursive=True) if _is_engine(process)}
-
-
-def _is_engine(process: psutil.Process) -> bool:
-    """It is one, and has not ended."""
-    try:
-        return "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline())
-    except psutil.Error:
-        return False
+    return {process for process in psutil.Process().children(recursive=True) if is_engine(process)}

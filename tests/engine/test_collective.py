@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,12 +55,36 @@ class Engine:
         return [{token: one.logprob for token, one in each.items()} for each in found]
 
 
+ORIGINAL = 128
+"""Positions a scaled model was made for: fewer than prompts have here."""
+SCALED: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0, "max_trained_positions": ORIGINAL},
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": ORIGINAL},
+}
+
+
 @pytest.fixture(
-    scope="module", params=["llama", "qwen2.5", "qwen3", "mistral"], ids=lambda like: str(like)
+    scope="module",
+    params=["llama", "qwen2.5", "qwen3", "mistral", *SCALED],
+    ids=lambda like: str(like),
 )
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     path = tmp_path_factory.mktemp("models") / "tiny"
-    write_random(path, like=request.param, layers=3, kv_heads=2, head_dim=64)
+    like = "llama" if request.param in SCALED else request.param
+    write_random(path, like=like, layers=3, kv_heads=2, head_dim=64)
+    if request.param in SCALED:
+        config = json.loads((path / "config.json").read_text("utf-8"))
+        theta = config["rope_parameters"]["rope_theta"]
+        scaling = {"rope_type": request.param, "rope_theta": theta, **SCALED[request.param]}
+        config["rope_parameters"] = scaling
+        (path / "config.json").write_text(json.dumps(config), "utf-8")
     return Engine(path)
 
 
@@ -82,7 +107,7 @@ SEGMENTS = ((30, 70), (100, 50))
 
 def canonical(model: VllmModel, attention: PagedAttention) -> KV:
     extent = Extent(tokens=len(CANONICAL), history=0, pieces=[])
-    rows = layout([extent], [], BLOCK)
+    rows = layout([extent], [[]], BLOCK)
     group = Group(rows, CANONICAL, KV(), [None], unrotated=True)
     kv: KV = finish(run_pass(model, attention, group)).kv
     return kv
@@ -120,7 +145,7 @@ def last_logits(
         prompt.extent(0 if history is None else history.tokens)
         for prompt, history in zip(prompts, kept, strict=True)
     ]
-    rows = layout(extents, chosen, BLOCK)
+    rows = layout(extents, [chosen] * len(extents), BLOCK)
     ids = [
         prompt.ids[position]
         for prompt, share in zip(prompts, rows.shares, strict=True)
@@ -160,7 +185,7 @@ def test_a_kept_history_is_as_good_as_a_computed_one(engine: Engine) -> None:
             if not kept:
                 histories.append(None)
                 continue
-            rows = layout([Extent(tokens=kept, history=0, pieces=[])], [], BLOCK)
+            rows = layout([Extent(tokens=kept, history=0, pieces=[])], [[]], BLOCK)
             group = Group(rows, prompt.ids[:kept], KV(), [None])
             histories.append(finish(run_pass(model, attention, group)).kv)
         return last_logits(model, attention, PROMPTS, ALL, histories)

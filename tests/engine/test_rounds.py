@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from td_serve.dispatch import Dispatcher
 from td_serve.engine.local import LocalEngines
 from td_serve.errors import Unavailable
 from td_serve.metrics import silent_metrics
+from td_serve.models.random_model import write_random
 from td_serve.segments import key
 from td_serve.types import (
     Canonical,
@@ -23,6 +25,7 @@ from td_serve.types import (
     MemberPass,
     PassSpec,
     Piece,
+    RequestId,
     RoundPlan,
     RoundPrefill,
     Rule,
@@ -51,7 +54,9 @@ NONE = Rule(name=RuleName.NONE)
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tiny: Path) -> AsyncIterator[LocalEngines]:
     engine = msgspec.structs.replace(ENGINE, enable_prefix_caching=True)
-    engines = LocalEngines.start(str(tiny), engine, NIXL, CONVERSATIONS)
+    # What nobody was told of in time is pinned until its lease ends: soon.
+    nixl = msgspec.structs.replace(NIXL, lease_s=8)
+    engines = LocalEngines.start(str(tiny), engine, nixl, CONVERSATIONS)
     yield engines
     engines.close()
 
@@ -256,3 +261,36 @@ async def test_an_engine_that_dies_in_mid_pass_fails_its_members_and_keeps_nobod
     with pytest.raises(Unavailable):
         await prefill.mirrors()
     engines.close()
+
+
+async def test_a_model_that_no_pass_computes_is_served_exactly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sliding window: the reason is known before the first round, and rounds are not the worse
+    for it."""
+    model = write_random(tmp_path / "sliding", like="mistral", layers=2)
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    (model / "config.json").write_text(json.dumps({**config, "sliding_window": 64}), "utf-8")
+    engines = LocalEngines.start(str(model), ENGINE, NIXL, CONVERSATIONS)
+    try:
+        prefill = engines.hosts[0]
+        why = await prefill.no_passes()
+        assert why is not None
+        assert "a sliding window, which no pass computes" in why
+        assert prefill.state().no_passes == why
+        shared = Shared(seed=11)
+        members = [shared.member(history, 100 * history + 11) for history in (30, 90)]
+        answers, handovers = await play(engines, round_of(shared, members, NONE))
+        assert not any(map(is_blended, handovers.values()))
+        assert await prefill.mirrors() == 0
+        alone = [
+            await answer(engines, request, await engines.prefill(request))
+            for request in (
+                msgspec.structs.replace(one, request_id=RequestId(f"{one.request_id}-alone"))
+                for one, _ in members
+            )
+        ]
+        assert answers == alone
+    finally:
+        engines.close()
+    assert "exception was never retrieved" not in caplog.text

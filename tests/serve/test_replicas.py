@@ -57,6 +57,7 @@ class FakeHost:
         self.closed = 0
         self.drained = 0
         self.dead: RequestError | None = None
+        self.refusal: str | None = None
         self.handles: list[Handle | None] = []
         """What was offered to prefills."""
         self.leases: dict[LeaseId, Handle] = {}
@@ -118,6 +119,9 @@ class FakeHost:
     async def check_health(self) -> None:
         if self.dead is not None:
             raise self.dead
+
+    async def no_passes(self) -> str | None:
+        return self.refusal
 
     async def drain(self) -> None:
         self.drained += 1
@@ -226,6 +230,18 @@ async def test_a_health_check_starts_the_pulse_and_asks_the_engine(rig: Rig) -> 
     with pytest.raises(Unavailable, match="the engine has died"):
         await rig.replica.check_health()
     assert rig.left == 1
+
+
+async def test_that_no_passes_are_made_is_said_at_the_start_and_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.host.refusal = "NewModel: no passes over its layers"
+    for _ in range(3):
+        await rig.replica.check_health()
+    await settle()
+    assert rig.directory.states, "it serves all the same"
+    said = [one.message for one in caplog.records if "one by one" in one.message]
+    assert said == ["members of rounds are prefilled one by one: " + rig.host.refusal]
 
 
 @pytest.mark.parametrize("point", [Point.PREFILL, Point.READ, Point.OUTPUT])

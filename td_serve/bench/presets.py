@@ -1,0 +1,40 @@
+"""The rules that the reuse bench plays, by the names by which they are asked for."""
+
+from __future__ import annotations
+
+import enum
+
+from td_serve.config import ReuseSettings
+from td_serve.types import Rule, RuleName
+
+
+class Preset(enum.Enum):
+    """`td` is what a deployment does by default; the others are named for their rules."""
+
+    TD = "td"
+    NONE = "none"
+    FIRST_K = "first_k"
+    FIRST_PAGES = "first_pages"
+    HKVD = "hkvd"
+    FIRST_K_HKVD = "first_k+hkvd"
+    FULL = "full"
+
+    @property
+    def rule(self) -> Rule:
+        return _RULES[self]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it computes some of the shared tokens, and not all: a choice like others."""
+        return self.rule.name not in (RuleName.NONE, RuleName.FULL)
+
+
+_RULES = {
+    Preset.TD: ReuseSettings().as_rule(),
+    Preset.NONE: ReuseSettings(rule="none").as_rule(),
+    Preset.FIRST_K: ReuseSettings(rule="first_k", k=4).as_rule(),
+    Preset.FIRST_PAGES: ReuseSettings(rule="first_pages", k=2).as_rule(),
+    Preset.HKVD: ReuseSettings(rule="hkvd", ratio=0.15, left=0.0).as_rule(),
+    Preset.FIRST_K_HKVD: ReuseSettings(rule="first_k+hkvd", k=2, ratio=0.15, left=0.0).as_rule(),
+    Preset.FULL: ReuseSettings(rule="full").as_rule(),
+}

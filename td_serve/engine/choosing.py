@@ -1,0 +1,104 @@
+"""Which shared tokens the members of a pass compute anew, by the rule of its plan.
+
+A rule that goes by deviations has a check layer: up to there all shared tokens are computed in a
+member's own context. For a choice of the whole group's some members do, as few as have all that is
+shared; for choices of their own, every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+
+import torch
+
+from td_serve.engine.collective import KV, run_pass
+from td_serve.engine.model import LayeredModel
+from td_serve.engine.pages import PagedAttention
+from td_serve.engine.parts import Part, batches, group_of
+from td_serve.pic.base import Shared
+from td_serve.pic.rules import recovery
+from td_serve.types import MemberPass, Rule, Span
+
+
+class Chooser:
+    """Chooses for members of passes on one engine."""
+
+    def __init__(self, model: LayeredModel, attention: PagedAttention, most_rows: int) -> None:
+        self._model = model
+        self._attention = attention
+        self._most_rows = most_rows
+
+    def choose(
+        self, rule: Rule, parts: Sequence[Part], canonical: KV, shared: Shared
+    ) -> Generator[None, None, list[Part]]:
+        """The parts with what they compute anew; what they had chosen before does not count."""
+        named = recovery(rule, self._attention.block_size)
+        layer = named.check_layer(self._model.layers)
+        if layer is None:
+            chosen = named.chosen(shared)
+            return [replace(part, chosen=chosen) for part in parts]
+        if rule.own:
+            found = yield from self._deviations(parts, canonical, layer, shared.tokens)
+            return [
+                replace(
+                    part,
+                    chosen=named.chosen(Shared(shared.tokens, _spans(part.member), one.tolist())),
+                )
+                for part, one in zip(parts, found, strict=True)
+            ]
+        some = _covering(parts)
+        found = yield from self._deviations(some, canonical, layer, shared.tokens)
+        has = torch.stack([_has(part.member, shared.tokens) for part in some])
+        mean = torch.stack(found).sum(0) / has.sum(0).clamp(min=1)
+        chosen = named.chosen(replace(shared, deviations=mean.tolist()))
+        return [replace(part, chosen=chosen) for part in parts]
+
+    def _deviations(
+        self, parts: Sequence[Part], canonical: KV, layer: int, tokens: int
+    ) -> Generator[None, None, list[torch.Tensor]]:
+        """Of each part, [tokens]: see `Shared`; 0 for what the member does not have."""
+        everything = [replace(part, chosen=[True] * tokens) for part in parts]
+        found = []
+        for batch in batches(everything, self._most_rows):
+            group = group_of(batch, canonical, self._attention.block_size, until=layer)
+            computed = yield from run_pass(self._model, self._attention, group)
+            (keys,) = computed.kv.keys
+            for part, share in zip(batch, group.rows.shares, strict=True):
+                # All but the history is computed, so that rows follow one another.
+                own = keys[share.first : share.last]
+                deviations = torch.zeros(tokens)
+                for piece in part.member.pieces:
+                    first = piece.start - part.history_tokens
+                    here = own[first : first + piece.tokens]
+                    there = canonical.keys[layer][piece.source : piece.source + piece.tokens]
+                    far = (here - there).float().square().sum(-1)
+                    far /= there.float().square().sum(-1)
+                    deviations[piece.source : piece.source + piece.tokens] = far
+                found.append(deviations)
+        return found
+
+
+def _covering(parts: Sequence[Part]) -> list[Part]:
+    """Members, in order, of whom each has something shared that those before it have not."""
+    seen: set[int] = set()
+    some = []
+    for part in parts:
+        pieces = {piece.source for piece in part.member.pieces}
+        if not pieces <= seen:
+            some.append(part)
+            seen |= pieces
+    return some
+
+
+def _has(member: MemberPass, tokens: int) -> torch.Tensor:
+    """[tokens], true where the member has that token of the canonical sequence."""
+    has = torch.zeros(tokens, dtype=torch.bool)
+    for piece in member.pieces:
+        has[piece.source : piece.source + piece.tokens] = True
+    return has
+
+
+def _spans(member: MemberPass) -> list[Span]:
+    """A member's pieces as they stand in the canonical sequence."""
+    return [Span(start=piece.source, tokens=piece.tokens) for piece in member.pieces]

@@ -1,0 +1,76 @@
+"""The members of a pass as it is computed: what of each is kept, and what is computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from td_serve.engine.collective import KV, Group
+from td_serve.engine.kept import Run
+from td_serve.rows import Extent, Rows, layout
+from td_serve.types import MemberPass
+
+
+@dataclass(frozen=True)
+class Part:
+    """One member's: with `history_tokens` of `history` its prompt begins; `chosen` are the shared
+    tokens that it computes all the same, as a mask over the canonical sequence."""
+
+    member: MemberPass
+    history: Run
+    history_tokens: int
+    chosen: Sequence[bool]
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(
+            tokens=len(self.member.token_ids),
+            history=self.history_tokens,
+            pieces=self.member.pieces,
+        )
+
+    def rows(self) -> int:
+        """How many of its rows are computed."""
+        reused = sum(
+            piece.tokens - sum(self.chosen[piece.source : piece.source + piece.tokens])
+            for piece in self.member.pieces
+        )
+        return len(self.member.token_ids) - self.history_tokens - reused
+
+
+def batches(parts: Sequence[Part], most_rows: int) -> Iterator[list[Part]]:
+    """The parts in order, in batches of `most_rows` rows at most; one alone may have more."""
+    batch: list[Part] = []
+    rows = 0
+    for part in parts:
+        more = part.rows()
+        if batch and rows + more > most_rows:
+            yield batch
+            batch, rows = [], 0
+        batch.append(part)
+        rows += more
+    if batch:
+        yield batch
+
+
+def group_of(
+    batch: Sequence[Part], canonical: KV, block_size: int, until: int | None = None
+) -> Group:
+    """What a pass computes of some members; `until` as in `Group`."""
+    rows = layout([part.extent for part in batch], [part.chosen for part in batch], block_size)
+    return Group(
+        rows,
+        row_ids(rows, [part.member.token_ids for part in batch]),
+        canonical,
+        [part.history.kv.part(0, part.history_tokens) for part in batch],
+        until=until,
+    )
+
+
+def row_ids(rows: Rows, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """The rows' tokens."""
+    return [
+        prompt[position]
+        for prompt, share in zip(prompts, rows.shares, strict=True)
+        for position in rows.positions[share.first : share.last]
+    ]

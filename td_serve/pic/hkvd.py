@@ -1,0 +1,57 @@
+"""What deviates most is computed anew (CacheBlend, arXiv 2405.16444; TokenDance, section 4.2).
+
+One check layer is computed for all shared tokens, and its keys compared with the canonical ones.
+Which tokens deviate there tells which do so everywhere, if the layer is not too early: at layer 1
+the choice is hardly better than a random one, after a fifth of the depth it is.
+
+How much deviation is left unmended tells how far answers will be from exact ones, better than any
+fixed share of the tokens: some texts need a tenth of it, others half.
+"""
+
+from __future__ import annotations
+
+from td_serve.pic.base import Recovery, Shared, mask
+
+
+class HighestDeviation:
+    """Those that deviate most, in runs of `run` tokens: as many as it takes until the others
+    deviate by `left` or less, averaged over all shared tokens; at most a share `ratio` of them.
+
+    `first` is a rule whose choice comes first, and counts.
+    """
+
+    def __init__(
+        self, *, ratio: float, left: float, depth: float, run: int, first: Recovery | None
+    ) -> None:
+        self._ratio = ratio
+        self._left = left
+        self._depth = depth
+        self._run = run
+        self._first = first
+
+    def check_layer(self, layers: int) -> int | None:
+        # Layer 0 sees a token and nothing else: there is no deviation.
+        return min(max(1, round(self._depth * layers)), layers - 1)
+
+    def chosen(self, shared: Shared) -> list[bool]:
+        places = shared.places()
+        made = mask(shared, ()) if self._first is None else self._first.chosen(shared)
+        budget = round(self._ratio * len(places)) - sum(made)
+        left = sum(shared.deviations[place] for place in places if not made[place])
+        runs = [places[start : start + self._run] for start in range(0, len(places), self._run)]
+
+        def deviation(number: int) -> float:
+            return sum(shared.deviations[place] for place in runs[number]) / len(runs[number])
+
+        # Of equals the earlier one, on every rank alike.
+        for number in sorted(range(len(runs)), key=lambda number: (-deviation(number), number)):
+            if left <= self._left * len(places):
+                break
+            more = [place for place in runs[number] if not made[place]]
+            if len(more) > budget:
+                continue
+            budget -= len(more)
+            left -= sum(shared.deviations[place] for place in more)
+            for place in more:
+                made[place] = True
+        return made

@@ -1,0 +1,134 @@
+"""Which tokens deviate, on a real model's own layers; and that a choice is one choice for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from td_serve.engine.choosing import Chooser
+from td_serve.engine.collective import run_pass
+from td_serve.engine.kept import NOTHING, Run
+from td_serve.engine.model import VllmModel
+from td_serve.engine.pages import PagedAttention
+from td_serve.engine.parts import Part, group_of
+from td_serve.models.random_model import write_random
+from td_serve.pic.base import Shared
+from td_serve.types import MemberPass, Piece, RequestId, Rule, RuleName, Span
+from tests.engine.test_collective import (
+    BLOCK,
+    CANONICAL,
+    CLOSE,
+    PROMPTS,
+    SEGMENTS,
+    Engine,
+    Prompt,
+    canonical,
+    finish,
+)
+
+pytestmark = pytest.mark.engine
+
+SHARED = Shared(len(CANONICAL), [Span(start=start, tokens=count) for start, count in SEGMENTS])
+HKVD = Rule(name=RuleName.HKVD, ratio=0.25, depth=0.6)
+OWN = Rule(name=RuleName.HKVD, ratio=0.25, depth=0.6, own=True)
+BUDGET = round(0.25 * sum(count for _, count in SEGMENTS))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    write_random(path, like="llama", layers=3, kv_heads=2, head_dim=64)
+    return Engine(path)
+
+
+def part(prompt: Prompt, pieces: Sequence[Piece] | None = None) -> Part:
+    member = MemberPass(
+        request_id=RequestId("one"),
+        history="",
+        token_ids=prompt.ids,
+        pieces=prompt.pieces if pieces is None else list(pieces),
+    )
+    return Part(member, NOTHING, 0, ())
+
+
+def choose(
+    model: VllmModel, attention: PagedAttention, rule: Rule, parts: Sequence[Part], rows: int = 9999
+) -> list[list[bool]]:
+    chooser = Chooser(model, attention, rows)
+    chosen = finish(chooser.choose(rule, parts, canonical(model, attention), SHARED))
+    return [list(one.chosen) for one in chosen]
+
+
+ALL = [part(prompt) for prompt in PROMPTS]
+
+
+def test_the_group_chooses_once_and_within_its_budget(engine: Engine) -> None:
+    first, *others = engine.in_worker(lambda *parts: choose(*parts, HKVD, ALL))
+    assert sum(first) == BUDGET
+    assert not any(first[: SEGMENTS[0][0]]), "the header is nobody's"
+    assert all(one == first for one in others)
+
+
+def test_the_group_goes_by_those_who_have_all_that_is_shared(engine: Engine) -> None:
+    """The first member has one segment only, so that the second is asked too; the rest is not."""
+    some = [part(PROMPTS[0], PROMPTS[0].pieces[:1]), *ALL[1:]]
+
+    def work(model: VllmModel, attention: PagedAttention) -> list[list[list[bool]]]:
+        return [choose(model, attention, HKVD, group) for group in (some, some[:2])]
+
+    every, two = engine.in_worker(work)
+    assert every[0] == two[0]
+
+
+def test_each_may_choose_by_itself_and_batches_change_nothing(engine: Engine) -> None:
+    def work(model: VllmModel, attention: PagedAttention) -> list[list[list[bool]]]:
+        alone = [choose(model, attention, OWN, [one])[0] for one in ALL]
+        together = choose(model, attention, OWN, ALL)
+        in_batches = choose(model, attention, OWN, ALL, rows=1)
+        return [alone, together, in_batches]
+
+    alone, together, in_batches = engine.in_worker(work)
+    assert alone == together == in_batches
+    assert len({tuple(one) for one in alone}) > 1, "their contexts are not the same"
+    assert [sum(one) for one in alone] == [BUDGET] * len(ALL)
+
+
+def test_nothing_deviates_in_the_canonical_context(engine: Engine) -> None:
+    """A member that begins as the canonical sequence does, and one that does not, for contrast."""
+    same = Prompt(5, 0, 0, 0)
+    same.ids = [*CANONICAL]
+    same.pieces = [Piece(start=start, tokens=count, source=start) for start, count in SEGMENTS]
+
+    def work(model: VllmModel, attention: PagedAttention) -> list[float]:
+        kv = canonical(model, attention)
+        found = []
+        for one in (part(same), ALL[0]):
+            everything = replace(one, chosen=[True] * len(CANONICAL))
+            computed = finish(run_pass(model, attention, group_of([everything], kv, BLOCK, 2)))
+            piece = one.member.pieces[0]
+            here = computed.kv.keys[0][piece.start : piece.start + piece.tokens]
+            there = kv.keys[2][piece.source : piece.source + piece.tokens]
+            found.append(float((here - there).abs().max()))
+        return found
+
+    none, some = engine.in_worker(work)
+    assert none < CLOSE
+    assert some > 10 * CLOSE
+
+
+def test_a_kept_history_gives_the_same_choice(engine: Engine) -> None:
+    one = ALL[3]
+    history = one.member.pieces[0].start
+
+    def work(model: VllmModel, attention: PagedAttention) -> list[list[bool]]:
+        kv = canonical(model, attention)
+        everything = replace(one, chosen=[True] * len(CANONICAL))
+        computed = finish(run_pass(model, attention, group_of([everything], kv, BLOCK)))
+        run = Run(one.member.token_ids[:history], computed.kv.part(0, history))
+        kept = replace(one, history=run, history_tokens=history)
+        return [choose(model, attention, HKVD, [two])[0] for two in (one, kept)]
+
+    computed, kept = engine.in_worker(work)
+    assert computed == kept
