@@ -17,13 +17,16 @@ import itertools
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import msgspec
 
 from td_serve.collector import Admission, Member, MemberState, Round, Session, plan_round
 from td_serve.config import CoordinatorSettings
 from td_serve.dispatch import Dispatcher, Engines
 from td_serve.errors import BadRequest, RequestError, RoundConflict, Unavailable
 from td_serve.metrics import Metrics
+from td_serve.quotes import cuts
 from td_serve.reuse import ALL_EXACT, Reuse, plan_reuse
 from td_serve.tenants import sim_of
 from td_serve.types import (
@@ -255,8 +258,11 @@ class RoundCoordinator:
 
     async def _prefill(self, round_: Round, members: list[Member], gathered_s: float) -> None:
         """Have a closed round prefilled, and hand each member its part as it comes."""
-        reuse = self._reuse(round_, members)
+        reuse = await self._reuse(round_, members)
         plan = plan_round(round_, members, reuse)
+        alone = Counter(reuse.reasons.values())
+        for why, count in alone.items():
+            self._metrics.members_alone[why].inc(float(count))
         log.info(
             "round %s of sim %r: %d members, %d absent, %d in passes%s",
             round_.number,
@@ -264,7 +270,7 @@ class RoundCoordinator:
             len(members),
             plan.absent,
             sum(len(spec.members) for spec in reuse.passes),
-            "".join(f"; {count}: {why}" for why, count in Counter(reuse.reasons.values()).items()),
+            "".join(f"; {count}: {why.value}" for why, count in alone.items()),
         )
         self._metrics.round_members.observe(len(members))
         self._metrics.gather_seconds.observe(gathered_s)
@@ -291,14 +297,25 @@ class RoundCoordinator:
         except RequestError:
             log.exception("round %s of sim %r", round_.number, round_.sim)
 
-    def _reuse(self, round_: Round, members: list[Member]) -> Reuse:
+    async def _reuse(self, round_: Round, members: list[Member]) -> Reuse:
         """What the round's members share, if that shall be computed once."""
         settings = self._settings.reuse
         if settings.mode == "exact":
             return ALL_EXACT
-        requests = {member.agent: member.asked for member in members}
-        head = next((one.head for one in requests.values() if one.head), [])
-        return plan_reuse(round_.sim, requests, settings.as_rule(), head)
+        said = self._said_before(round_)
+
+        def plan() -> Reuse:
+            requests = {member.agent: _in_segments(member.asked, said) for member in members}
+            head = next((one.head for one in requests.values() if one.head), [])
+            return plan_reuse(round_.sim, requests, settings.as_rule(), head)
+
+        return await asyncio.to_thread(plan)  # it reads every prompt
+
+    def _said_before(self, round_: Round) -> list[list[int]]:
+        """The tokens of all outputs on record of the session's other rounds."""
+        session = self._sessions.get(round_.sim)
+        others = [] if session is None else [r for r in session.rounds.values() if r is not round_]
+        return [output.token_ids for other in others for output in other.record().outputs]
 
     def _hand_to(self, member: Member, handover: Handover | None) -> None:
         """Give a member its prefill; if it has left or has one already, give the prefill up."""
@@ -307,6 +324,13 @@ class RoundCoordinator:
             future.set_result(handover)
         elif handover is not None:
             self._dispatcher.give_up(handover)
+
+
+def _in_segments(request: GenerateRequest, said: Sequence[Sequence[int]]) -> GenerateRequest:
+    """A request whose prompt its client has not cut: it is, where it repeats what was said."""
+    if request.cuts or not said:
+        return request
+    return msgspec.structs.replace(request, cuts=cuts(request.prompt_token_ids, said))
 
 
 class _Output:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from td_serve.leases import End
+from td_serve.types import Alone
 
 
 class Counter(Protocol):
@@ -60,6 +61,13 @@ class Metrics:
         self.blended = meter.counter(
             "td_round_members_blended_total", "Members prefilled by their round's pass."
         )
+        self.members_alone = {
+            why: meter.counter(
+                f"td_round_members_alone_{why.name.lower()}_total",
+                f"Members of a round that blends, prefilled as they are: {why.value}.",
+            )
+            for why in Alone
+        }
         self.not_blended = meter.counter(
             "td_round_members_not_blended_total",
             "Members of a pass that were prefilled alone after all, or not at all.",

@@ -19,6 +19,7 @@ import msgspec
 from td_serve.segments import key
 from td_serve.types import (
     AgentId,
+    Alone,
     Canonical,
     GenerateRequest,
     MemberPass,
@@ -45,7 +46,7 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True):
     """The passes of a round, and why members that are in none are served alone."""
 
     passes: list[PassSpec]
-    reasons: dict[RequestId, str]
+    reasons: dict[RequestId, Alone]
 
 
 ALL_EXACT = Reuse(passes=[], reasons={})
@@ -60,7 +61,7 @@ def plan_reuse(
     it), for the canonical sequence's own header. Members under different salts never meet.
     """
     passes: list[PassSpec] = []
-    reasons: dict[RequestId, str] = {}
+    reasons: dict[RequestId, Alone] = {}
     for group in _by_salt(members, reasons):
         spec = _plan_group(sim, group, rule, head, reasons)
         if spec is not None:
@@ -69,15 +70,15 @@ def plan_reuse(
 
 
 def _by_salt(
-    members: Mapping[AgentId, GenerateRequest], reasons: dict[RequestId, str]
+    members: Mapping[AgentId, GenerateRequest], reasons: dict[RequestId, Alone]
 ) -> list[dict[AgentId, GenerateRequest]]:
     """Members that may share KV. Mutates `reasons`: adds those who may with nobody."""
     groups: dict[str | None, dict[AgentId, GenerateRequest]] = {}
     for agent, request in members.items():
         if not request.cuts:
-            reasons[request.request_id] = "its prompt is one segment"
+            reasons[request.request_id] = Alone.ONE_SEGMENT
         elif not request.hand_over or request.n > 1:
-            reasons[request.request_id] = "its prompt is computed where it is decoded"
+            reasons[request.request_id] = Alone.COMPUTED_WHERE_DECODED
         else:
             groups.setdefault(request.cache_salt, {})[agent] = request
     return list(groups.values())
@@ -88,7 +89,7 @@ def _plan_group(
     group: Mapping[AgentId, GenerateRequest],
     rule: Rule,
     head: Sequence[int],
-    reasons: dict[RequestId, str],
+    reasons: dict[RequestId, Alone],
 ) -> PassSpec | None:
     prompts = {agent: segments(one.prompt_token_ids, one.cuts) for agent, one in group.items()}
     begin = _common_beginning(list(prompts.values()))
@@ -103,13 +104,13 @@ def _plan_group(
         parts = _first_of_each(inner[agent], shared)
         places = [place[part.key] for part in parts]
         if not parts:
-            reasons[request.request_id] = "it shares no segment with others"
+            reasons[request.request_id] = Alone.NOTHING_SHARED
         elif places != sorted(places):
-            reasons[request.request_id] = "its segments stand in another order than the others'"
+            reasons[request.request_id] = Alone.OTHER_ORDER
         else:
             fitting[agent] = parts
     if len(fitting) < 2:
-        reasons.update((group[agent].request_id, "nobody else fits") for agent in fitting)
+        reasons.update((group[agent].request_id, Alone.NOBODY_ELSE) for agent in fitting)
         return None
     texts = {
         part.key: group[agent].prompt_token_ids[part.start : part.end]

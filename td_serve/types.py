@@ -90,7 +90,8 @@ class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
     log-probabilities), so that prefill on another engine would be wasted. `n` repeats what
     `sampling` says of the number of continuations. A turn of a `conversation` leaves its KV under a
     lease for the next one. The prompt's segments begin at token 0 and at each of `cuts`; where it
-    has any, `head` is what prompts of this model begin with, its system text a neutral one.
+    has any, or belongs to a round, `head` is what prompts of this model begin with, its system text
+    a neutral one.
     """
 
     request_id: RequestId
@@ -256,7 +257,7 @@ class MemberPlan(_Wire, frozen=True, kw_only=True):
     mode: Mode
     prompt_tokens: int
     layout: list[Placement]
-    reason: str | None = None
+    reason: Alone | None = None
 
 
 class RoundPlan(_Wire, tag="round-plan", frozen=True, kw_only=True):
@@ -349,6 +350,16 @@ class Rule(_Wire, frozen=True, kw_only=True):
     depth: float = 0.0
     run: int = 1
     own: bool = False
+
+
+class Alone(enum.Enum):
+    """Why a member of a round is prefilled as it is, though others are prefilled together."""
+
+    ONE_SEGMENT = "its prompt is one segment"
+    COMPUTED_WHERE_DECODED = "its prompt is computed where it is decoded"
+    NOTHING_SHARED = "it shares no segment with others"
+    OTHER_ORDER = "its segments stand in another order than the others'"
+    NOBODY_ELSE = "nobody else fits"
 
 
 class Span(_Wire, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ Expensive ones live for the session and are made when first asked for.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ os.environ.update(
 
 from tests.cluster.harness import Cluster, cluster_file
 from tests.plain import plain_engine
+
+# A shell has what it runs in the background ignore interrupts, and so would every command that a
+# test starts in order to interrupt it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MODEL = "smollm2-135m-instruct"
 

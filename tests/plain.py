@@ -22,7 +22,7 @@ def plain_engine(model: str | Path, **arguments: Any) -> Any:
             dtype="float32",
             block_size=32,
             enforce_eager=True,
-            **{"max_model_len": 4096, "kv_cache_memory_bytes": 2**27, **arguments},
+            **{"max_model_len": 4096, "kv_cache_memory_bytes": 2**25, **arguments},
         )
     )
     return _kept[-1]

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from td_serve.config import CoordinatorSettings, DispatchSettings
+from td_serve.config import CoordinatorSettings, DispatchSettings, ReuseSettings
 from td_serve.coordinator import RoundCoordinator
 from td_serve.errors import (
     BadRequest,
@@ -18,7 +19,7 @@ from td_serve.errors import (
     RoundConflict,
     Unavailable,
 )
-from td_serve.types import GenerateRequest, Mode, SessionId
+from td_serve.types import Alone, GenerateRequest, Mode, SessionId
 from tests.fakes import Clock, FakeEngines, Pin, Point, Recorder, make_request, settle, texts_of
 
 VILLAGE = SessionId("village")
@@ -32,7 +33,7 @@ SOON_MS = 2
 class Rig:
     """A coordinator on fake engines."""
 
-    def __init__(self, **tunables: int) -> None:
+    def __init__(self, **tunables: Any) -> None:
         self.engines = FakeEngines()
         self.recorder = Recorder()
         self.clock = Clock()
@@ -68,7 +69,7 @@ class Rig:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def settings_of(**tunables: int) -> CoordinatorSettings:
+def settings_of(**tunables: Any) -> CoordinatorSettings:
     return CoordinatorSettings(
         dispatch=DispatchSettings(attempts=2, retry_backoff_s=0.0), **tunables
     )
@@ -109,6 +110,32 @@ async def test_a_full_round_is_prefilled_once_as_one_unit(rig: Rig) -> None:
     assert set(rig.engines.pins.values()) == {Pin.READ}
     assert rig.recorder.values["td_round_members"] == [3]
     assert len(rig.recorder.values["td_round_duration_seconds"]) == 1
+    await rig.end()
+
+
+async def test_members_of_a_pass_and_those_who_are_in_none_are_told_apart() -> None:
+    rig = Rig(reuse=ReuseSettings(mode="blend", rule="none"))
+    said = [100, 101, 102, 103]
+    whole, ada, bo = (
+        msgspec.structs.replace(
+            request, prompt_token_ids=[number, *said, 200 + number], cuts=cuts, hand_over=True
+        )
+        for number, (request, cuts) in enumerate(zip(trio(), ([], [1, 5], [1, 5]), strict=True))
+    )
+    await rig.play_all(whole, ada, bo)
+    (work,) = rig.engines.rounds
+    modes = {member.agent: (member.mode, member.reason) for member in work.plan.members}
+    assert modes == {
+        "ada": (Mode.BLEND, None),
+        "bo": (Mode.BLEND, None),
+        "cyd": (Mode.EXACT, Alone.ONE_SEGMENT),
+    }
+    (spec,) = work.passes
+    assert [member.request_id for member in spec.members] == [ada.request_id, bo.request_id]
+    counted = {name: sum(rig.recorder.values[name]) for name in rig.recorder.values}
+    assert {name: count for name, count in counted.items() if "alone" in name and count} == {
+        "td_round_members_alone_one_segment_total": 1
+    }
     await rig.end()
 
 

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from td_serve.reuse import Reuse, plan_reuse
 from td_serve.rows import Extent, check
-from td_serve.types import AgentId, GenerateRequest, PassSpec, RequestId, Rule, RuleName, SessionId
+from td_serve.types import (
+    AgentId,
+    Alone,
+    GenerateRequest,
+    PassSpec,
+    RequestId,
+    Rule,
+    RuleName,
+    SessionId,
+)
 
 RULE = Rule(name=RuleName.NONE)
 HEAD = [1, 2, 3]
@@ -80,7 +89,7 @@ def test_who_has_another_order_is_served_alone() -> None:
     )
     (spec,) = reuse.passes
     assert [part.request_id for part in spec.members] == ["ada", "bo"]
-    assert reuse.reasons == {"cyd": "its segments stand in another order than the others'"}
+    assert reuse.reasons == {"cyd": Alone.OTHER_ORDER}
 
 
 def test_what_is_answered_is_never_reused() -> None:
@@ -100,11 +109,11 @@ def test_members_that_cannot_share_say_why() -> None:
     )
     assert reuse.passes == []
     assert reuse.reasons == {
-        "whole": "its prompt is one segment",
-        "scored": "its prompt is computed where it is decoded",
-        "many": "its prompt is computed where it is decoded",
-        "alone": "it shares no segment with others",
-        "other": "it shares no segment with others",
+        "whole": Alone.ONE_SEGMENT,
+        "scored": Alone.COMPUTED_WHERE_DECODED,
+        "many": Alone.COMPUTED_WHERE_DECODED,
+        "alone": Alone.NOTHING_SHARED,
+        "other": Alone.NOTHING_SHARED,
     }
 
 

@@ -144,7 +144,7 @@ plans = st.builds(
                 ),
                 max_size=2,
             ),
-            reason=maybe(words),
+            reason=maybe(st.sampled_from(types.Alone)),
         ),
         max_size=2,
     ),

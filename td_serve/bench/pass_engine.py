@@ -24,12 +24,12 @@ _WHOLE_PASS_S = 3600.0
 
 @dataclass
 class Played:
-    """A round: seconds until its last first token, of which in passes; the tokens that were
-    computed for it, by whatever way; and the answers by agent."""
+    """A round: seconds until its last first token, of which `spent` in the phases of passes; the
+    tokens that were computed for it, by whatever way; and the answers by agent."""
 
     seconds: float
     computed: int
-    pass_seconds: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
     answers: dict[str, list[int]] = field(default_factory=dict)
     counted: list[PassTokens] = field(default_factory=list)
 
@@ -84,6 +84,7 @@ class PassEngine:
             ]
         from td_serve.engine.restoring import ready_parameters
 
+        self._call("td_spent")
         began = time.perf_counter()
         counted: dict[str, PassTokens] = {}
         canonical = 0
@@ -100,12 +101,13 @@ class PassEngine:
             if name in counted
         }
         played = self._answer(round_, salts, ready, max_tokens)
+        spent = self._call("td_spent")
         self._call("td_release", list(counted))
         spared = sum(one.local + one.reused for one in counted.values())
         return Played(
             seconds=passed + played.seconds,
             computed=played.computed + canonical - spared,
-            pass_seconds=passed,
+            spent=spent,
             answers=played.answers,
             counted=list(counted.values()),
         )

@@ -29,7 +29,8 @@ from td_serve.types import SessionId
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """`rounds` rounds of a trace from `first` on, each after the one before it.
 
-    The trace's first `agents` agents take part (None: all), and hear all that spoke.
+    Prompts have `layout`, except where the shared text is put first to compare. The trace's first
+    `agents` agents take part (None: all), and hear all that spoke.
     """
 
     trace: Path
@@ -38,6 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     agents: int | None = None
     first: int = 1
     rounds: int = 1
+    layout: Layout = Layout.HISTORY_FIRST
     window: int = 8192
     dtype: str = "float32"
     speed: bool = True
@@ -45,13 +47,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One way in one round: seconds until all first tokens, of which in passes; tokens computed,
-    of which only because a rule has chosen them."""
+    """One way in one round: seconds until all first tokens, by phase, and how many tokens were
+    computed, of which only because a rule has chosen them.
+
+    A pass computes the canonical sequence, a rule's check layer and the members' rows; then their
+    KV is restored into requests' pages, and the suffix is what the engine itself computes.
+    """
 
     round: int
     way: str
     seconds: float
-    pass_seconds: float
+    canonical_s: float = 0.0
+    choice_s: float = 0.0
+    rows_s: float = 0.0
+    restore_s: float = 0.0
+    suffix_s: float
     computed: int
     selected: int = 0
 
@@ -109,16 +119,16 @@ def bench_reuse(options: Options, say: Callable[[str], None]) -> Result:
     trace = read_trace(options.trace)
     prompts = Prompts(resolve(options.model), options.window, SCORED)
     span = (options.agents, options.first - 1, options.rounds + 1)
-    history_first = prompts.rounds(trace, *span, Layout.HISTORY_FIRST)
+    played = prompts.rounds(trace, *span, options.layout)
     cut = prompts.cuts
     say("starting the engine")
-    most = max(sum(_tokens(round_)) for round_ in history_first)
+    most = max(sum(_tokens(round_)) for round_ in played)
     engine = PassEngine(resolve(options.model), options.dtype, options.window, 3 * most)
     bench = _Bench(engine, SessionId(trace.name), options.presets)
     rows: list[Row] = []
     measured: dict[tuple[Preset, bool], Measured] = {}
-    for before, round_ in itertools.pairwise(history_first):
-        number = options.first + history_first.index(before)
+    for before, round_ in itertools.pairwise(played):
+        number = options.first + played.index(before)
         say(f"round {number}: is a pass that computes everything exact?")
         answers = bench.check_exact(before, round_)
         if options.fidelity:
@@ -176,7 +186,7 @@ class _Bench:
                     round=number,
                     way=way,
                     seconds=round(played.seconds, 3),
-                    pass_seconds=round(played.pass_seconds, 3),
+                    **_phases(played),
                     computed=played.computed,
                     selected=sum(one.selected for one in played.counted),
                 )
@@ -268,6 +278,11 @@ def _head(round_: Round) -> list[int]:
 
 def _tokens(round_: Round) -> list[int]:
     return [len(one.prompt_token_ids) for one in round_.values()]
+
+
+def _phases(played: Played) -> dict[str, float]:
+    spent = {f"{phase}_s": round(seconds, 3) for phase, seconds in played.spent.items()}
+    return {**spent, "suffix_s": round(played.seconds - sum(played.spent.values()), 3)}
 
 
 def _counted(played: Played) -> Tokens:

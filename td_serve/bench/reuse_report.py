@@ -1,16 +1,21 @@
-"""The reuse bench's result as tables."""
+"""The reuse bench's result as tables and as a picture."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.table import Table
 
-from td_serve.bench.reuse import VLLM, Result
+from td_serve.bench.reuse import VLLM, Result, Row
+from td_serve.errors import TdServeError
+
+_PHASES = ("canonical", "choice", "rows", "restore", "suffix")
 
 
 def speed_table(result: Result) -> Table:
     """Seconds until all first tokens of a round, by way."""
     made = Table(title="a round, until all first tokens")
-    for name in ("round", "way", "seconds", "in passes", "tokens computed", "speed-up"):
+    for name in ("round", "way", "seconds", *_PHASES, "computed", "speed-up"):
         made.add_column(name, justify="left" if name == "way" else "right")
     plain = {row.round: row.seconds for row in result.rows if row.way == VLLM}
     for row in result.rows:
@@ -18,11 +23,15 @@ def speed_table(result: Result) -> Table:
             str(row.round),
             row.way,
             f"{row.seconds:.2f}",
-            f"{row.pass_seconds:.2f}" if row.pass_seconds else "",
+            *(f"{value:.2f}" if value else "" for value in _phases(row)),
             str(row.computed),
             f"{plain[row.round] / row.seconds:.2f}",
         )
     return made
+
+
+def _phases(row: Row) -> tuple[float, ...]:
+    return row.canonical_s, row.choice_s, row.rows_s, row.restore_s, row.suffix_s
 
 
 def fidelity_table(result: Result) -> Table:
@@ -43,3 +52,39 @@ def fidelity_table(result: Result) -> Table:
             "" if one.match_32 is None else f"{one.match_32:.1f}",
         )
     return made
+
+
+def plot(result: Result, title: str, path: Path) -> None:
+    """Write one picture: seconds a round by way and phase, and divergence by preset.
+
+    Raises TdServeError when the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    seconds, nats = figure.subplots(1, 2)
+    ways = list(dict.fromkeys(row.way for row in result.rows))[::-1]
+    begin = [0.0] * len(ways)
+    for number, phase in enumerate(_PHASES):
+        width = [
+            sum(_phases(row)[number] for row in result.rows if row.way == way)
+            / sum(row.way == way for row in result.rows)
+            for way in ways
+        ]
+        seconds.barh(ways, width, left=begin, label=phase)
+        begin = [a + b for a, b in zip(begin, width, strict=True)]
+    seconds.set(xlabel="seconds until all first tokens, mean of rounds")
+    seconds.legend()
+    close = result.fidelity[::-1]
+    names = [f"{one.preset.value}{', at random' if one.at_random else ''}" for one in close]
+    places = range(len(close))
+    nats.barh([y + 0.2 for y in places], [one.kl0_mean for one in close], 0.38, label="first token")
+    nats.barh([y - 0.2 for y in places], [one.kl32_mean for one in close], 0.38, label="32 tokens")
+    nats.set_yticks(list(places), names)
+    nats.set(xlabel="divergence from full recomputation, nats, mean")
+    nats.legend()
+    figure.suptitle(title)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise TdServeError(f"{path}: cannot be written: {error}") from error

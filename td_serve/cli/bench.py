@@ -218,11 +218,18 @@ def _add_reuse(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="td, none, first_k, first_pages, hkvd, first_k+hkvd, full; the summary is of the "
         "first (default: td,none)",
     )
+    bench.add_argument(
+        "--layout",
+        default="history_first",
+        metavar="NAME",
+        help="history_first (default) or transcript",
+    )
     bench.add_argument("--window", type=_positive, default=8192, metavar="N", help="in tokens")
     bench.add_argument("--dtype", default="float32", metavar="TYPE", help="(default: float32)")
     bench.add_argument("--fidelity", action="store_true", help="compare answers, too")
     bench.add_argument("--no-speed", action="store_true", help="fidelity alone")
     bench.add_argument("--json", type=Path, metavar="OUT", help="write all numbers here")
+    bench.add_argument("--plot", type=Path, metavar="OUT.png", help="write a picture here")
     bench.set_defaults(func=run_reuse)
 
 
@@ -236,7 +243,7 @@ def run_reuse(args: argparse.Namespace) -> int:
 
     from td_serve.bench.presets import Preset
     from td_serve.bench.reuse import Options, bench_reuse
-    from td_serve.bench.reuse_report import fidelity_table, speed_table
+    from td_serve.bench.reuse_report import fidelity_table, plot, speed_table
     from td_serve.report import envelope, write_json
 
     options = Options(
@@ -246,6 +253,7 @@ def run_reuse(args: argparse.Namespace) -> int:
         agents=args.agents,
         first=args.first,
         rounds=args.rounds,
+        layout=_layout(args.layout),
         window=args.window,
         dtype=args.dtype,
         speed=not args.no_speed,
@@ -264,7 +272,20 @@ def run_reuse(args: argparse.Namespace) -> int:
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         rows = {"speed": result.rows, "fidelity": result.fidelity}
         write_json(args.json, envelope(command, 0, rows, result.summary))
+    if args.plot is not None:
+        agents = "all" if args.agents is None else str(args.agents)
+        plot(result, f"{args.model}, {args.trace.name}, {agents} agents", args.plot)
     return 0
+
+
+def _layout(name: str) -> Any:
+    """Raises TdServeError where what is shared would come first: then there is nothing to blend."""
+    from td_serve.sim.layouts import Layout
+
+    names = [Layout.HISTORY_FIRST.value, Layout.TRANSCRIPT.value]
+    if name not in names:
+        raise TdServeError(f"--layout: {name!r}, expected {' or '.join(names)}")
+    return Layout(name)
 
 
 def _presets(text: str, kind: Any) -> Any:

@@ -7,8 +7,10 @@ when its request has loaded it, or its round has been prefilled.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from td_serve.engine.collective import KV
@@ -54,6 +56,18 @@ class RoundStore:
         self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
         self._bytes = 0
         self.mirrors: dict[str, Mirror] = {}
+        self.spent: dict[str, float] = {}
+        """Seconds from beginning to end of each phase of passes and loads, summed up."""
+
+    @contextlib.contextmanager
+    def spending(self, phase: str) -> Iterator[None]:
+        """Count the time within; what else the engine did meanwhile counts, too."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - began
+            self.spent[phase] = self.spent.get(phase, 0.0) + took
 
     def find(self, kind: str, name: str, token_ids: Sequence[int]) -> tuple[Run, int]:
         """What is kept under a name, and how many of `token_ids` it begins with."""

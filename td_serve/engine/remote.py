@@ -114,7 +114,7 @@ class RemoteEngine(EngineClient):
             membership=origin.membership,
             conversation=origin.conversation,
             cuts=cuts,
-            head=self._head if cuts else [],
+            head=self._head if cuts or origin.membership is not None else [],
         )
 
     def _tokens(self, prompt: Any) -> list[int]:

@@ -138,7 +138,8 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
             mirror = self.store.mirrors.get(load.name)
             if mirror is None or mirror.tokens < load.last:
                 self._unloaded.update(load.blocks[load.first // attention.block_size :])
-            else:
+                continue
+            with self.store.spending("restore"):
                 _restore(model, attention, self._pages, mirror, load)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -76,6 +76,12 @@ class PassWorker:
         store.check_integrity()
         return len(store.mirrors)
 
+    def td_spent(self) -> dict[str, float]:
+        """Seconds by phase since this was asked last (`RoundStore.spent`)."""
+        store = self._td_ready().store
+        spent, store.spent = store.spent, {}
+        return spent
+
     def td_release(self, names: list[str]) -> None:
         """Nobody will load these members' KV (again)."""
         self._td_ready().store.release(names)
@@ -168,15 +174,18 @@ class Passes:
             self._under_way = None
 
     def _play(self, spec: PassSpec) -> Generator[None, None, PassResult]:
-        canonical, computed = yield from self.canonical(spec.canonical)
+        with self.store.spending("canonical"):
+            canonical, computed = yield from self.canonical(spec.canonical)
         shared = Shared(len(spec.canonical.token_ids), spec.canonical.segments)
         unsettled = [self._part(member) for member in spec.members]
-        parts = yield from self.chooser.choose(spec.rule, unsettled, canonical.kv, shared)
+        with self.store.spending("choice"):
+            parts = yield from self.chooser.choose(spec.rule, unsettled, canonical.kv, shared)
         self._check_room(parts)
         found: dict[str, PassTokens] = {}
         try:
-            for batch in batches(parts, self._most_rows):
-                found |= yield from self._batch(batch, canonical)
+            with self.store.spending("rows"):
+                for batch in batches(parts, self._most_rows):
+                    found |= yield from self._batch(batch, canonical)
         except BaseException:
             self.store.release(found)  # nobody will be told of them
             raise

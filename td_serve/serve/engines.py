@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 
 import msgspec
@@ -25,20 +26,25 @@ from td_serve.types import (
     Handle,
     Handover,
     MemberHandover,
+    ReplicaId,
     RequestId,
     RoundPrefill,
+    SessionId,
     pack,
     unpack,
 )
 
 log = logging.getLogger(__name__)
 
+_MOST_SESSIONS = 4096
+
 
 class RayEngines:
     """`dispatch.Engines` over the handles of the two kinds of replica, and of the directory.
 
     A turn of a conversation goes to the prefill replica that had the last one, with the handle of
-    what the decode replica keeps, and to that decode replica.
+    what the decode replica keeps, and to that decode replica. Rounds of a session go to the prefill
+    replica that had the last one: it keeps histories, and what has been shared.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class RayEngines:
         self._decode = decode
         self._directory = RemoteDirectory(directory)
         self._watched = Tasks()
+        self._had: OrderedDict[SessionId, ReplicaId] = OrderedDict()
 
     async def prefill(self, request: GenerateRequest) -> Handover:
         handle = await self._find(request.conversation)
@@ -68,9 +75,13 @@ class RayEngines:
             if handle is not None
         }
         work = msgspec.structs.replace(work, handles=handles)
-        parts = stream(self._prefill.prefill_round, MemberHandover, pack(work))
+        sim = work.plan.sim
+        prefill = towards(self._prefill, self._had.get(sim))
+        parts = stream(prefill.prefill_round, MemberHandover, pack(work))
         async with contextlib.aclosing(parts):
             async for part in parts:
+                if part.handover is not None:
+                    self._remember(sim, part.handover.replica)
                 yield part
 
     async def cancel_member(self, request_id: RequestId) -> None:
@@ -95,6 +106,12 @@ class RayEngines:
         except RequestError as error:
             log.warning("the directory does not answer: %s", error.message)
             return None
+
+    def _remember(self, sim: SessionId, replica: ReplicaId) -> None:
+        self._had[sim] = replica
+        self._had.move_to_end(sim)
+        if len(self._had) > _MOST_SESSIONS:
+            self._had.popitem(last=False)
 
     def _watch(self, response: DeploymentResponse) -> None:
         """A prefill that was cancelled may have won the race: then give its blocks back."""

@@ -19,7 +19,7 @@ VILLAGE = Path(__file__).parents[2] / "examples" / "village.jsonl"
 
 
 def row(way: str, seconds: float, computed: int) -> Row:
-    return Row(round=1, way=way, seconds=seconds, pass_seconds=0.0, computed=computed)
+    return Row(round=1, way=way, seconds=seconds, suffix_s=seconds, computed=computed)
 
 
 def test_the_summary_compares_the_first_preset_with_every_other_way() -> None:
@@ -58,17 +58,27 @@ def test_an_unknown_preset_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.engine
 def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) -> None:
-    out, model = tmp_path / "out.json", tmp_path / "tiny"
+    out, picture, model = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "tiny"
     write_random(model, like="llama", layers=3, kv_heads=2, head_dim=64)
     command = ["bench", "reuse", "--model", str(model), "--trace", str(VILLAGE)]
-    command += ["--first", "2", "--presets", "td,none,full", "--fidelity", "--window", "2048"]
+    command += ["--first", "2", "--presets", "td,hkvd,none,full", "--fidelity"]
+    command += ["--window", "2048", "--plot", str(picture)]
     # A process of its own: an engine that ends in this one would take the others along.
     program = Path(sys.executable).with_name("td-serve")
     subprocess.run([program, *command, "--json", out], check=True, timeout=300)
     report = json.loads(out.read_text("utf-8"))
     ways = {one["way"] for one in report["rows"]["speed"]}
-    assert ways == {"vllm", "shared_first", "td", "none", "full", "serial td"}
-    by_preset = {one["preset"]: one for one in report["rows"]["fidelity"]}
+    assert ways == {"vllm", "shared_first", "td", "hkvd", "none", "full", "serial td"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for row in report["rows"]["speed"]:
+        phases = sum(row[f"{name}_s"] for name in ("canonical", "choice", "rows", "restore"))
+        assert (phases > 0) == (row["way"] not in ("vllm", "shared_first"))
+        assert phases + row["suffix_s"] == pytest.approx(row["seconds"], abs=0.01)
+    found = report["rows"]["fidelity"]
+    by_preset = {one["preset"]: one for one in found if not one["at_random"]}
+    assert {one["preset"] for one in found if one["at_random"]} == {"td", "hkvd"}
+    assert by_preset["hkvd"]["chosen"] == pytest.approx(0.15, abs=0.02)
+    assert by_preset["full"]["match_32_min"] == 32
     assert by_preset["full"]["kl0_max"] <= 1e-6
     assert by_preset["full"]["top1_32"] == 1.0
     assert by_preset["none"]["kl0_mean"] > by_preset["full"]["kl0_mean"]

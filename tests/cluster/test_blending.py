@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.cluster.harness import Cluster
@@ -125,4 +127,46 @@ def test_the_next_round_of_a_live_session_keeps_what_it_can(
         assert round_["shared_complete"]
         if number:  # in round 0 there is nothing to share
             assert_blended(cluster, sim, number)
+    cluster.wait_until_idle()
+
+
+async def chat_round(
+    client: openai.AsyncOpenAI, sim: str, number: int, heard: dict[str, str]
+) -> dict[str, str]:
+    """A round of ordinary chats: each client lays its prompt out by itself."""
+    talk = "\n\n".join(f"{agent} said: {text}" for agent, text in heard.items())
+
+    async def speak(agent: str) -> str:
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=[
+                {"role": "system", "content": f"You are {agent}. " + f"{agent} likes tea. " * 9},
+                {"role": "user", "content": f"{talk}\n\nWhat do you say now, {agent}?"},
+            ],
+            max_tokens=40,
+            temperature=0,
+            extra_body={
+                "ignore_eos": True,
+                "td_round": {"sim": sim, "round": number, "agent": agent, "n_agents": len(AGENTS)},
+            },
+        )
+        return answer.choices[0].message.content or ""
+
+    texts = await asyncio.gather(*map(speak, AGENTS))
+    return dict(zip(AGENTS, texts, strict=True))
+
+
+async def test_what_clients_repeat_of_the_last_round_is_found_in_their_prompts(
+    cluster: Cluster, use: Callable[..., None]
+) -> None:
+    """Nothing marks it. With everything computed the answers are those of ordinary prefills."""
+    said = []
+    async with openai.AsyncOpenAI(base_url=cluster.url, api_key="none", timeout=120) as client:
+        for reuse in ({"mode": "exact"}, {"mode": "blend", "rule": "full"}):
+            await asyncio.to_thread(lambda reuse=reuse: use(**reuse))
+            sim = f"quoted-{next(_sims)}"
+            first = await chat_round(client, sim, 0, {})
+            said.append((first, await chat_round(client, sim, 1, first)))
+    assert said[0] == said[1]
+    assert_blended(cluster, sim, 1)
     cluster.wait_until_idle()

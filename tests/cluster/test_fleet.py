@@ -230,6 +230,45 @@ async def test_members_of_rounds_read_their_last_turns(many: Conversations) -> N
         many.check_all_was_read()
 
 
+def test_rounds_of_a_session_go_where_their_histories_are_kept(fleet: Cluster) -> None:
+    """By chance they would do so half the time."""
+    before = copy.deepcopy(fleet.data)
+    blended = copy.deepcopy(before)
+    (coordinator,) = [
+        one
+        for one in blended["applications"][0]["deployments"]
+        if one["name"] == "RoundCoordinator"
+    ]
+    coordinator["user_config"]["reuse"] = {"mode": "blend", "rule": "none"}
+    fleet.deploy(blended)
+    agents = ("ada", "bo", "cyd")
+    shared = [
+        {"agent": agent, "text": f"{agent} says: the ferry is late. " * 4} for agent in agents
+    ]
+    for sim in (f"histories-{number}" for number in range(6)):
+        cached = []
+        for number in range(2):
+            body = {
+                "model": MODEL,
+                "sim": sim,
+                "round": number,
+                "agents": [
+                    {"agent": agent, "system": f"You are {agent}. " * 20, "task": f"Turn {number}."}
+                    for agent in agents
+                ],
+                "shared": shared,
+                "completion": {"max_tokens": 2},
+                "stream": False,
+            }
+            answer = httpx.post(f"{fleet.url}/rounds", json=body, timeout=120)
+            answer.raise_for_status()
+            assert answer.json()["failed"] == 0
+            cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        # What is shared is the same in both; of each member's history there are some 80 tokens.
+        assert cached[1] - cached[0] > len(agents) * 60, cached
+    fleet.deploy(before)
+
+
 async def test_a_decode_replica_is_killed_between_turns(
     fleet: Cluster, many: Conversations
 ) -> None:
@@ -322,7 +361,7 @@ def test_three_redeploys_leave_one_of_each(fleet: Cluster) -> None:
     epochs = set()
     for number in range(3):
         data = copy.deepcopy(fleet.data)
-        del data["applications"][0]["deployments"]
+        data["applications"][0].pop("deployments", None)
         args = data["applications"][0]["args"]
         args["engine"]["seed"] = number + 1
         args |= {"ingress": {}, "coordinator": {}}  # one of each

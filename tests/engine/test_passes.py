@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from td_serve.engine.gauges import Gauges
 from td_serve.engine.restoring import STORE_BYTES, ready_parameters
 from td_serve.models.random_model import write_random
 from td_serve.segments import key
@@ -44,11 +45,10 @@ _numbers = itertools.count()
 class Engine:
     """An engine with passes, in a process of its own: there is one KV connector in each."""
 
-    def __init__(self, model: Path, store_bytes: int = 2**28) -> None:
+    def __init__(self, model: Path, store_bytes: int = 2**28, **more: Any) -> None:
         arguments = EngineArgs(
             model=str(model),
             dtype="float32",
-            max_model_len=1024,
             block_size=32,
             enforce_eager=True,
             kv_cache_memory_bytes=2**27,
@@ -60,8 +60,16 @@ class Engine:
                 kv_role="kv_both",
                 kv_connector_extra_config={STORE_BYTES: store_bytes},
             ),
+            **{"max_model_len": 1024, **more},
         )
-        self.llm = LLMEngine.from_engine_args(arguments, enable_multiprocessing=True)
+        self._gauges = Gauges()
+        self.llm = LLMEngine.from_engine_args(
+            arguments, enable_multiprocessing=True, stat_loggers=[lambda *_: self._gauges]
+        )
+
+    @property
+    def preemptions(self) -> int:
+        return self._gauges.preemptions
 
     def close(self) -> None:
         self.llm.engine_core.shutdown()
@@ -79,28 +87,31 @@ class Engine:
     def answers(
         self, members: list[Member], *, load: bool, salted: bool = True, max_tokens: int = 32
     ) -> list[list[int]]:
-        prompts = []
-        parameters = []
-        for member in members:
-            prompt: dict[str, Any] = {"prompt_token_ids": member.prompt}
-            if salted:
-                prompt["cache_salt"] = f"{member.spec.request_id}-{load}"
-            extra: dict[str, Any] = {}
-            if load:
-                extra = {
-                    "kv_transfer_params": ready_parameters(
-                        member.spec.request_id, member.spec.token_ids
-                    )
-                }
-            prompts.append(prompt)
-            parameters.append(
-                SamplingParams(
-                    temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None
-                )
-            )
+        ready = [
+            ready_parameters(one.spec.request_id, one.spec.token_ids) if load else None
+            for one in members
+        ]
+        salts = [f"{one.spec.request_id}-{load}" if salted else None for one in members]
+        return self.generate([one.prompt for one in members], ready, salts, max_tokens)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        ready: Sequence[dict[str, Any] | None],
+        salts: Sequence[str | None] | None = None,
+        max_tokens: int = 2,
+    ) -> list[list[int]]:
+        """Greedy answers, of prompts whose KV is loaded as `ready` says; salts are new ones."""
         names = [f"request-{next(_numbers)}" for _ in prompts]
-        for name, prompt, one in zip(names, prompts, parameters, strict=True):
-            self.llm.add_request(name, prompt, one)
+        for name, tokens, one, salt in zip(names, prompts, ready, salts or names, strict=True):
+            prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+            if salt is not None:
+                prompt["cache_salt"] = salt
+            extra = None if one is None else {"kv_transfer_params": one}
+            sampling = SamplingParams(
+                temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
+            )
+            self.llm.add_request(name, prompt, sampling)
         found: dict[str, list[int]] = {}
         while self.llm.has_unfinished_requests():
             for output in self.llm.step():
@@ -358,3 +369,47 @@ def test_a_pass_with_nothing_left_to_compute_is_one_too(engine: Engine) -> None:
     first, again_, short, short_again = answers
     assert first == again_, "a pass without rows answers as the one that had some"
     assert short == short_again != first
+
+
+@pytest.fixture
+def cramped(model: Path) -> Iterator[Engine]:
+    """Steps of 64 tokens, and room for 640."""
+    engine = Engine(model, max_model_len=512, max_num_batched_tokens=64, num_gpu_blocks_override=21)
+    yield engine
+    engine.close()
+
+
+def test_what_follows_a_load_may_take_several_steps(cramped: Engine) -> None:
+    round_ = Round(70, 33)
+    members = [Member(round_, tokens(40, 51), "one", task=300)]
+    exact = cramped.answers(members, load=False)
+    cramped.run(spec_of(round_, members, FULL))
+    assert cramped.answers(members, load=True) == exact
+    cramped.release(members)
+
+
+def test_a_member_that_is_preempted_loads_again(cramped: Engine) -> None:
+    """Three answers do not fit together: who gives its pages up finds its KV where it was."""
+    round_ = Round(70, 33)
+    members = members_of(round_, 40, 50, 60)
+    exact = [cramped.answers([member], load=False, max_tokens=90)[0] for member in members]
+    cramped.run(spec_of(round_, members, FULL))
+    assert cramped.answers(members, load=True, max_tokens=90) == exact
+    assert cramped.preemptions > 0, "or this would prove nothing"
+    cramped.release(members)
+    assert cramped.mirrors() == 0
+
+
+def test_what_the_prefix_cache_has_is_not_loaded_again(engine: Engine) -> None:
+    """Asked twice under one salt: the second time the engine itself has whole blocks of it."""
+    round_ = Round(70, 33, seed=12)
+    members = members_of(round_, 45, 64)
+    engine.run(spec_of(round_, members, FULL))
+    ready = [ready_parameters(one.spec.request_id, one.spec.token_ids) for one in members]
+    prompts = [one.prompt for one in members]
+    salts = [f"twice-{one.spec.request_id}" for one in members]
+    first = engine.generate(prompts, ready, salts, 16)
+    longer = [prompt + tokens(5, 3) for prompt in prompts]
+    again = engine.generate([*prompts, *longer], [*ready, *ready], [*salts, *salts], 16)
+    assert again == [*first, *engine.generate(longer, [None, None], None, 16)]
+    engine.release(members)
