@@ -259,6 +259,10 @@ class RoundCoordinator:
     async def _prefill(self, round_: Round, members: list[Member], gathered_s: float) -> None:
         """Have a closed round prefilled, and hand each member its part as it comes."""
         reuse = await self._reuse(round_, members)
+        members = [member for member in members if member.request is not None]
+        if not members:
+            return  # all have left
+        reuse = reuse.of({member.asked.request_id for member in members})
         plan = plan_round(round_, members, reuse)
         alone = Counter(reuse.reasons.values())
         for why, count in alone.items():
@@ -303,13 +307,15 @@ class RoundCoordinator:
         if settings.mode == "exact":
             return ALL_EXACT
         said = self._said_before(round_)
+        asked = {member.agent: member.asked for member in members}
+        head = next((one.head for one in asked.values() if one.head), [])
 
         def plan() -> Reuse:
-            requests = {member.agent: _in_segments(member.asked, said) for member in members}
-            head = next((one.head for one in requests.values() if one.head), [])
+            requests = {agent: _in_segments(one, said) for agent, one in asked.items()}
             return plan_reuse(round_.sim, requests, settings.as_rule(), head)
 
-        return await asyncio.to_thread(plan)  # it reads every prompt
+        # It reads every prompt. Members may leave meanwhile.
+        return await asyncio.to_thread(plan)
 
     def _said_before(self, round_: Round) -> list[list[int]]:
         """The tokens of all outputs on record of the session's other rounds."""

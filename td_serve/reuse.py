@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -47,6 +47,19 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True):
 
     passes: list[PassSpec]
     reasons: dict[RequestId, Alone]
+
+    def of(self, requests: Set[RequestId]) -> Reuse:
+        """The same for these requests alone."""
+        passes = [
+            msgspec.structs.replace(
+                spec, members=[one for one in spec.members if one.request_id in requests]
+            )
+            for spec in self.passes
+        ]
+        return Reuse(
+            passes=[spec for spec in passes if spec.members],
+            reasons={one: why for one, why in self.reasons.items() if one in requests},
+        )
 
 
 ALL_EXACT = Reuse(passes=[], reasons={})

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -136,6 +136,40 @@ async def test_members_of_a_pass_and_those_who_are_in_none_are_told_apart() -> N
     assert {name: count for name, count in counted.items() if "alone" in name and count} == {
         "td_round_members_alone_one_segment_total": 1
     }
+    await rig.end()
+
+
+@pytest.mark.parametrize("leaving", [1, 3])
+async def test_a_member_that_leaves_while_its_round_is_planned_is_not_prefilled(
+    leaving: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(reuse=ReuseSettings(mode="blend", rule="none"))
+    planning, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slowly(plan: Callable[[], Any]) -> Any:
+        planning.set()
+        await go_on.wait()
+        return plan()
+
+    monkeypatch.setattr("td_serve.coordinator.asyncio.to_thread", slowly)
+    said = [100, 101, 102, 103]
+    requests = [
+        msgspec.structs.replace(one, prompt_token_ids=[at, *said, 200 + at], cuts=[1, 5])
+        for at, one in enumerate(trio())
+    ]
+    tasks = [rig.start(request) for request in requests]
+    await planning.wait()
+    for task in tasks[:leaving]:
+        task.cancel()
+    await asyncio.gather(*tasks[:leaving], return_exceptions=True)
+    go_on.set()
+    assert await asyncio.gather(*tasks[leaving:]) == [answer(one) for one in requests[leaving:]]
+    here = sorted(request.request_id for request in requests[leaving:])
+    assert [sorted(one.request_id for one in work.requests) for work in rig.engines.rounds] == (
+        [here] if here else []
+    )
+    for work in rig.engines.rounds:
+        assert sorted(one.request_id for spec in work.passes for one in spec.members) == here
     await rig.end()
 
 
