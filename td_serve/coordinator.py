@@ -17,7 +17,7 @@ import itertools
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
@@ -26,7 +26,7 @@ from td_serve.config import CoordinatorSettings
 from td_serve.dispatch import Dispatcher, Engines
 from td_serve.errors import BadRequest, RequestError, RoundConflict, Unavailable
 from td_serve.metrics import Metrics
-from td_serve.quotes import cuts
+from td_serve.quotes import Quotes
 from td_serve.reuse import ALL_EXACT, Reuse, plan_reuse
 from td_serve.tenants import sim_of
 from td_serve.types import (
@@ -250,6 +250,8 @@ class RoundCoordinator:
             return  # all have left
         try:
             await self._prefill(round_, members, self._clock() - started)
+        except Exception:
+            log.exception("round %s of sim %r is not one unit", round_.number, round_.sim)
         finally:
             # Whoever got nothing prefills for itself, with retries: a lost prefill replica, or one
             # bad member, must not fail the others.
@@ -311,7 +313,8 @@ class RoundCoordinator:
         head = next((one.head for one in asked.values() if one.head), [])
 
         def plan() -> Reuse:
-            requests = {agent: _in_segments(one, said) for agent, one in asked.items()}
+            quotes = Quotes(said)
+            requests = {agent: _in_segments(one, quotes) for agent, one in asked.items()}
             return plan_reuse(round_.sim, requests, settings.as_rule(), head)
 
         # It reads every prompt. Members may leave meanwhile.
@@ -332,11 +335,11 @@ class RoundCoordinator:
             self._dispatcher.give_up(handover)
 
 
-def _in_segments(request: GenerateRequest, said: Sequence[Sequence[int]]) -> GenerateRequest:
+def _in_segments(request: GenerateRequest, quotes: Quotes) -> GenerateRequest:
     """A request whose prompt its client has not cut: it is, where it repeats what was said."""
-    if request.cuts or not said:
+    if request.cuts:
         return request
-    return msgspec.structs.replace(request, cuts=cuts(request.prompt_token_ids, said))
+    return msgspec.structs.replace(request, cuts=quotes.cuts(request.prompt_token_ids))
 
 
 class _Output:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from td_serve.segments import key
+from td_serve.segments import alike, key
 from td_serve.types import (
     AgentId,
     Alone,
@@ -49,17 +49,16 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True):
     reasons: dict[RequestId, Alone]
 
     def of(self, requests: Set[RequestId]) -> Reuse:
-        """The same for these requests alone."""
-        passes = [
-            msgspec.structs.replace(
-                spec, members=[one for one in spec.members if one.request_id in requests]
-            )
-            for spec in self.passes
-        ]
-        return Reuse(
-            passes=[spec for spec in passes if spec.members],
-            reasons={one: why for one, why in self.reasons.items() if one in requests},
-        )
+        """The same for these requests alone. Whoever is left with nobody is served alone."""
+        reasons = {one: why for one, why in self.reasons.items() if one in requests}
+        passes = []
+        for spec in self.passes:
+            members = [one for one in spec.members if one.request_id in requests]
+            if len(members) > 1:
+                passes.append(msgspec.structs.replace(spec, members=members))
+            else:
+                reasons.update((one.request_id, Alone.NOBODY_ELSE) for one in members)
+        return Reuse(passes=passes, reasons=reasons)
 
 
 ALL_EXACT = Reuse(passes=[], reasons={})
@@ -133,7 +132,7 @@ def _plan_group(
     first = next(iter(fitting))
     scope = (sim, group[first].cache_salt or "")
     common = group[first].prompt_token_ids[: prompts[first][begin].start]
-    common = common[_same(head, common) :]  # both begin as the template does
+    common = common[alike(head, common) :]  # both begin as the template does
     named = [one for one in order if one in texts]
     canonical = _canonical(scope, [*head, *common], [texts[one] for one in named])
     sources = dict(zip(named, canonical.segments, strict=True))
@@ -168,20 +167,24 @@ def _common_beginning(prompts: Sequence[Sequence[_Segment]]) -> int:
 def _one_order(
     inner: Mapping[AgentId, Sequence[_Segment]], shared: set[SegmentKey]
 ) -> list[SegmentKey]:
-    """One order of the shared segments: each member's own, as far as it does not contradict.
+    """One order of the shared segments: that of most members, then what others have more.
 
     What a member has more than those before it comes after what it stands behind there.
     """
+    orders = Counter(
+        tuple(part.key for part in _first_of_each(found, shared)) for found in inner.values()
+    )
     after: dict[SegmentKey | None, SegmentKey | None] = {None: None}  # from the beginning on
-    for found in inner.values():
+    # Of as many the one that says more, then the first member's.
+    for found in sorted(orders, key=lambda one: (-orders[one], -len(one))):
         before: SegmentKey | None = None
-        for part in _first_of_each(found, shared):
-            if part.key not in after:
-                after[part.key], after[before] = after[before], part.key
-            before = part.key
+        for one in found:
+            if one not in after:
+                after[one], after[before] = after[before], one
+            before = one
     order: list[SegmentKey] = []
-    while (one := after[order[-1] if order else None]) is not None:
-        order.append(one)
+    while (following := after[order[-1] if order else None]) is not None:
+        order.append(following)
     return order
 
 
@@ -192,12 +195,6 @@ def _first_of_each(found: Sequence[_Segment], shared: set[SegmentKey]) -> list[_
         if part.key in shared:
             parts.setdefault(part.key, part)
     return list(parts.values())
-
-
-def _same(one: Sequence[int], other: Sequence[int]) -> int:
-    """With how many tokens both begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _canonical(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from td_serve.types import SegmentKey
 
 SEPARATOR = "<TTSEP>"
-"""Text that cuts a prompt into segments. The model never sees it."""
+"""Text that cuts a message or a prompt into segments. It is taken out of both."""
 
 MOST_SEGMENTS = 4096
 """Of one prompt. Whoever plans a round walks through those of all members."""
@@ -64,8 +64,15 @@ def locate(prompt: str, texts: Sequence[Sequence[str]]) -> list[int]:
         # Where the segments' own edges are, as if nothing had been trimmed.
         first = start - (len(whole) - len(whole.lstrip()) if text != whole else 0)
         for edge in itertools.accumulate(map(len, parts[:-1]), initial=first):
-            places.add(min(max(edge, start), at))
+            if max(edge, start) < at:
+                places.add(max(edge, start))
     return sorted(places)
+
+
+def alike(one: Sequence[object], other: Sequence[object]) -> int:
+    """With how many elements both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def tokenise(

@@ -438,7 +438,7 @@ class ReplicaState(_Wire, tag="replica-state", frozen=True, kw_only=True):
     """What a replica tells the directory: who it is, its birth, what its engine holds right now.
 
     `kv_usage` is the used share of the engine's KV pool, 0 to 1, blocks pinned for others and kept
-    for next turns included; `leases` are the turns kept. `no_passes` says why a prefill engine
+    for next turns included; `leases` are the turns kept. `why_no_passes` says why a prefill engine
     cannot prefill members of a round together, if it cannot.
     """
 
@@ -452,7 +452,7 @@ class ReplicaState(_Wire, tag="replica-state", frozen=True, kw_only=True):
     waiting: int = 0
     kv_usage: float = 0.0
     leases: int = 0
-    no_passes: str | None = None
+    why_no_passes: str | None = None
 
 
 class Registered(_Wire, tag="registered", frozen=True, kw_only=True):

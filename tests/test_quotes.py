@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from td_serve.quotes import SHORTEST, cuts
+from td_serve.quotes import SHORTEST, Quotes
 
 # Two alphabets, so that what stands around a text is never a part of it.
 texts = st.lists(
@@ -33,7 +33,7 @@ def test_every_text_begins_a_segment(said: list[list[int]], data: st.DataObject)
         prompt += said[number][2:-2]
         ends.append(len(prompt))
         prompt += [8, 9, *data.draw(own)]
-    found = cuts(prompt, said)
+    found = Quotes(said).cuts(prompt)
     assert found == sorted(set(found))
     assert set(begins) <= set(found)
     assert found[-1] == ends[-1], "what follows the last one is nobody's"
@@ -43,11 +43,16 @@ def test_every_text_begins_a_segment(said: list[list[int]], data: st.DataObject)
             assert (end in found) == (following - end > 32 or end == following), (begin, end)
 
 
-@given(st.lists(st.integers(0, 3), max_size=200), texts)
-def test_cuts_are_where_texts_begin_or_end(prompt: list[int], said: list[list[int]]) -> None:
-    """Any prompt: every cut stands at an edge of a text that is there."""
+@given(texts, st.data())
+def test_cuts_are_where_texts_begin_or_end(said: list[list[int]], data: st.DataObject) -> None:
+    """Noise, whole texts and broken ones: every cut stands at an edge of a text that is there."""
     inner = [text[2:-2] for text in said]
-    for place in cuts(prompt, said):
+    noise = st.lists(st.integers(0, 3), max_size=20)
+    broken = st.sampled_from(said).map(lambda text: text[: len(text) // 2])
+    some = st.lists(noise | broken | st.sampled_from(inner), max_size=8)
+    prompt = [token for part in [*data.draw(some), inner[0]] for token in part]
+    assert Quotes(said).cuts(prompt), "one is there"
+    for place in Quotes(said).cuts(prompt):
         assert any(
             prompt[place : place + len(text)] == text
             or (place >= len(text) and prompt[place - len(text) : place] == text)
@@ -56,12 +61,12 @@ def test_cuts_are_where_texts_begin_or_end(prompt: list[int], said: list[list[in
 
 
 def test_what_is_short_or_not_there_cuts_nothing() -> None:
-    assert cuts(list(range(100)), [list(range(10)), list(range(200, 260))]) == []
-    assert cuts([], [list(range(40))]) == []
-    assert cuts(list(range(40)), []) == []
+    assert Quotes([list(range(10)), list(range(200, 260))]).cuts(list(range(100))) == []
+    assert Quotes([list(range(40))]).cuts([]) == []
+    assert Quotes([]).cuts(list(range(40))) == []
 
 
 def test_the_longer_of_two_texts_that_begin_alike_is_found() -> None:
     short, longer = list(range(30)), list(range(50))
     prompt = [99, *longer, 98]
-    assert pieces(prompt, cuts(prompt, [short, longer]))[1] == longer[2:-2]
+    assert pieces(prompt, Quotes([short, longer]).cuts(prompt))[1] == longer[2:-2]

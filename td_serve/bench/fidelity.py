@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 
 import msgspec
 
@@ -42,13 +41,6 @@ class Measured(msgspec.Struct):
     same: list[list[float]] = msgspec.field(default_factory=list)
     chosen: list[float] = msgspec.field(default_factory=list)
     match: list[int] = msgspec.field(default_factory=list)
-
-
-def match_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """With how many tokens both begin."""
-    pairs = zip(one, other, strict=False)
-    shorter = min(len(one), len(other))
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
 
 
 def fidelity(preset: Preset, at_random: bool, found: Measured) -> Fidelity:

@@ -39,6 +39,7 @@ class PassEngine:
 
     def __init__(self, model: str, dtype: str, window: int, pool_tokens: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM
         from vllm.config import KVTransferConfig
 

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from td_serve.bench.fidelity import SCORED, Fidelity, Measured, fidelity, match_length
+from td_serve.bench.fidelity import SCORED, Fidelity, Measured, fidelity
 from td_serve.bench.pass_engine import PassEngine, Played
 from td_serve.bench.presets import Preset
 from td_serve.bench.trace_rounds import Prompts, Round
 from td_serve.errors import TdServeError
 from td_serve.reuse import plan_reuse
+from td_serve.segments import alike
 from td_serve.sim.layouts import Layout
 from td_serve.sim.trace import read_trace
 from td_serve.types import SessionId
@@ -47,8 +48,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One way in one round: seconds until all first tokens, by phase, and how many tokens were
-    computed, of which only because a rule has chosen them.
+    """One way in one round: seconds until all first tokens, by phase, how many tokens were computed
+    to the end (a check layer's are not), of which only because a rule has chosen them, and how many
+    members were in passes.
 
     A pass computes the canonical sequence, a rule's check layer and the members' rows; then their
     KV is restored into requests' pages, and the suffix is what the engine itself computes.
@@ -64,6 +66,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     suffix_s: float
     computed: int
     selected: int = 0
+    blended: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,8 +157,14 @@ class _Bench:
     def check_exact(self, before: Round, round_: Round) -> dict[str, list[int]]:
         """What the engine itself answers.
 
-        Raises TdServeError when a pass that computes everything answers otherwise.
+        Raises TdServeError when a pass that computes everything answers otherwise, or when there is
+        none.
         """
+        if not plan_reuse(self._sim, round_, Preset.FULL.rule, _head(round_)).passes:
+            raise TdServeError(
+                f"trace {self._sim!r}: no two of the {len(round_)} agents have anything in common "
+                "in this round: there is nothing to measure"
+            )
         salt = uuid.uuid4().hex
         wanted = self._engine.play_plain(round_, salt, max_tokens=SCORED).answers
         self._warm(before, Preset.FULL, salt)
@@ -189,6 +198,7 @@ class _Bench:
                     **_phases(played),
                     computed=played.computed,
                     selected=sum(one.selected for one in played.counted),
+                    blended=len(played.counted),
                 )
             )
             say(f"round {number}, {way}: {played.seconds:.1f} s")
@@ -251,7 +261,7 @@ class _Bench:
             self._warm(before, preset, salt)
             said = self._blend(round_, preset, salt, max_tokens=SCORED).answers
             measured[preset, False].match += [
-                match_length(answers[agent], said[agent]) for agent in answers
+                alike(answers[agent], said[agent]) for agent in answers
             ]
 
     def _warm(self, before: Round, preset: Preset, salt: str) -> None:

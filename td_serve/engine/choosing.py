@@ -1,8 +1,8 @@
 """Which shared tokens the members of a pass compute anew, by the rule of its plan.
 
 A rule that goes by deviations has a check layer: up to there all shared tokens are computed in a
-member's own context. For a choice of the whole group's some members do, as few as have all that is
-shared; for choices of their own, every one.
+member's own context. For a choice of the whole group's those members do, in order, who have
+something shared that nobody before them has; for choices of their own, every one.
 """
 
 from __future__ import annotations

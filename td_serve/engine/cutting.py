@@ -23,13 +23,16 @@ log = logging.getLogger(__name__)
 def take_out(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[str]]]:
     """A request's body without separators, and the segments of each text that had some, in order.
 
-    Raises BadRequest when there are too many.
+    Only `messages` and `prompt` have any. Raises BadRequest when there are too many.
     """
     texts: list[list[str]] = []
-    plain = {
-        name: _plain(value, texts) if name in ("messages", "prompt") else value
-        for name, value in body.items()
-    }
+    try:
+        plain = {
+            name: _plain(value, texts) if name in ("messages", "prompt") else value
+            for name, value in body.items()
+        }
+    except RecursionError:
+        raise BadRequest("messages: nested too deeply", field="messages") from None
     if (count := sum(map(len, texts))) > MOST_SEGMENTS:
         field = "messages" if "messages" in body else "prompt"
         raise BadRequest(

@@ -236,10 +236,10 @@ class EngineHost:
         """Abort a member of a round under way, if this engine has it."""
         self._members.cancel(request_id)
 
-    async def no_passes(self) -> str | None:
+    async def why_no_passes(self) -> str | None:
         """Why members of rounds are prefilled one by one here, whatever a plan says; None if they
         are not. Raises Unavailable."""
-        return await self._passes.refusal() if self.role == "prefill" else None
+        return await self._passes.why_none() if self.role == "prefill" else None
 
     async def mirrors(self) -> int:
         """For how many members of rounds this engine keeps what passes have made."""
@@ -398,7 +398,7 @@ class EngineHost:
             waiting=self._gauges.waiting,
             kv_usage=self._gauges.kv_usage,
             leases=0 if self._keeping is None else self._keeping.turns,
-            no_passes=self._passes.refused,
+            why_no_passes=self._passes.known_why,
         )
 
     async def check_health(self) -> None:

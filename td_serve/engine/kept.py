@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from td_serve.engine.collective import KV
+from td_serve.segments import alike
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class Mirror:
 
 class RoundStore:
     """All that passes have left. Canonical sequences and histories go, the least recently used
-    first, when together they hold more than `budget_bytes`. What a mirror holds stays with it: of
-    one pass, mirrors may hold as much again (`worker`)."""
+    first, when together they hold more than `budget_bytes` (the last one stays, whatever its
+    size). What a mirror holds stays with it: all mirrors' own rows may take as much again
+    (`worker`)."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -72,11 +74,7 @@ class RoundStore:
     def find(self, kind: str, name: str, token_ids: Sequence[int]) -> tuple[Run, int]:
         """What is kept under a name, and how many of `token_ids` it begins with."""
         run = self._runs.get((kind, name), NOTHING)
-        common = 0
-        for kept, wanted in zip(run.token_ids, token_ids, strict=False):
-            if kept != wanted:
-                break
-            common += 1
+        common = alike(run.token_ids, token_ids)
         if common:
             self._runs.move_to_end((kind, name))
         return run, common
@@ -88,6 +86,11 @@ class RoundStore:
         self._bytes += run.bytes
         while self._bytes > self.budget_bytes and len(self._runs) > 1:
             self._drop(next(iter(self._runs)))
+
+    @property
+    def own_rows(self) -> int:
+        """How many rows all mirrors have of their own."""
+        return sum(len(mirror.positions) for mirror in self.mirrors.values())
 
     def release(self, names: Iterable[str]) -> None:
         """These mirrors are not needed any more; unknown names change nothing."""

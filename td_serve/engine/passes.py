@@ -68,22 +68,28 @@ class RoundPasses:
         self._turn = asyncio.Lock()
         self._tasks = Tasks()
         self._is_asked = False
-        self.refused: str | None = None
-        """Why there are no passes, once `refusal` has asked."""
+        self.known_why: str | None = None
+        """Why there are no passes, once it has been asked."""
 
-    async def refusal(self) -> str | None:
+    async def why_none(self) -> str | None:
         """Why this engine makes no passes; None if it does. Raises Unavailable."""
         if not self._is_asked:
-            self.refused = await self._call("td_refusal")
+            try:
+                answers = await self._call_all("td_why_no_passes")
+                self.known_why = next((one for one in answers if one is not None), None)
+            except Unavailable:
+                raise
+            except Exception as error:  # noqa: BLE001 - vLLM has no other type for a worker's error
+                self.known_why = f"its worker cannot tell: {error!r}"
             self._is_asked = True
-        return self.refused
+        return self.known_why
 
     async def make(self, spec: PassSpec, name: str) -> dict[RequestId, Made]:
         """Run a pass; by member what it has made. `name` says which it is, for the log.
 
         Empty where it failed, or there are none: then all is computed. Raises Unavailable.
         """
-        if await self.refusal() is not None:
+        if await self.why_none() is not None:
             return {}
         async with self._turn:
             try:
@@ -102,7 +108,7 @@ class RoundPasses:
 
     async def mirrors(self) -> int:
         """For how many members the engine keeps what passes have made."""
-        return 0 if await self.refusal() is not None else int(await self._call("td_mirrors"))
+        return 0 if await self.why_none() is not None else int(await self._call("td_mirrors"))
 
     def release(self, name: RequestId) -> None:
         """What was made for this member has been loaded, or will not be."""
@@ -119,7 +125,7 @@ class RoundPasses:
 
     async def _release(self, names: Sequence[RequestId]) -> None:
         with contextlib.suppress(Unavailable):  # what a dead engine kept is gone
-            if await self.refusal() is None:
+            if await self.why_none() is None:
                 await self._call("td_release", list(names))
 
     async def _run(self, spec: PassSpec) -> PassResult:
@@ -137,17 +143,21 @@ class RoundPasses:
                     await self._call("td_abort")
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the worker. vLLM leaves such a call unanswered when the engine dies."""
+        """Call the worker: passes are made by one only."""
+        (answer,) = await self._call_all(method, *arguments)
+        return answer
+
+    async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call every worker. vLLM leaves such a call unanswered when the engine dies."""
         call = asyncio.ensure_future(self._llm.collective_rpc(method, args=arguments))
         try:
             while not (await asyncio.wait({call}, timeout=_LOOKS_UP_S))[0]:
                 await self._llm.check_health()
-            (answer,) = call.result()
+            return list(call.result())
         except EngineDeadError as error:
             raise Unavailable("the engine has died") from error
         finally:
             call.cancel()
-        return answer
 
 
 def _made(member: MemberPass, result: PassResult) -> Made:

@@ -45,7 +45,7 @@ class PassWorker:
     model_runner: Any
     td_passes: Passes | None = None
 
-    def td_refusal(self) -> str | None:
+    def td_why_no_passes(self) -> str | None:
         """Why no passes are made here; None if they are."""
         try:
             self._td_ready()
@@ -174,10 +174,11 @@ class Passes:
             self._under_way = None
 
     def _play(self, spec: PassSpec) -> Generator[None, None, PassResult]:
+        shared = Shared(len(spec.canonical.token_ids), spec.canonical.segments)
+        unsettled = [self._part(member, shared.tokens) for member in spec.members]
+        self._check_room(unsettled)  # or all that comes before would be for nothing
         with self.store.spending("canonical"):
             canonical, computed = yield from self.canonical(spec.canonical)
-        shared = Shared(len(spec.canonical.token_ids), spec.canonical.segments)
-        unsettled = [self._part(member) for member in spec.members]
         with self.store.spending("choice"):
             parts = yield from self.chooser.choose(spec.rule, unsettled, canonical.kv, shared)
         self._check_room(parts)
@@ -192,8 +193,9 @@ class Passes:
         return PassResult(members=found, canonical=computed)
 
     def _check_room(self, parts: Sequence[Part]) -> None:
-        """Raises ValueError when the members' own rows would be more than the store may hold."""
-        rows = sum(part.rows() for part in parts)
+        """Raises ValueError when mirrors' own rows would be more than the store may hold: these
+        members', and those of others that have not been loaded yet."""
+        rows = sum(part.rows() for part in parts) + self.store.own_rows
         wanted, room = rows * self.model.kv_bytes, self.store.budget_bytes
         if wanted > room:
             raise ValueError(f"{wanted} bytes for {rows} rows, expected at most {room}")
@@ -237,10 +239,13 @@ class Passes:
         self.store.keep(_CANONICAL, wanted.key, made)
         return made, total - common
 
-    def _part(self, member: MemberPass) -> Part:
-        """A member with what is kept of what stands before its first piece."""
+    def _part(self, member: MemberPass, tokens: int) -> Part:
+        """A member with what is kept of what stands before its first piece, and of the canonical
+        sequence's `tokens` tokens none chosen."""
         private = member.token_ids[: _private(member)]
-        return Part(member, *self.store.find(_HISTORY, member.history, private), chosen=())
+        return Part(
+            member, *self.store.find(_HISTORY, member.history, private), chosen=[False] * tokens
+        )
 
     def _keep_history(self, member: MemberPass, mirror: Mirror) -> None:
         """What stands before the first piece attends to nothing but itself: it is exact."""

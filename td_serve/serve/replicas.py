@@ -71,7 +71,7 @@ class Host(Protocol):
 
     async def check_health(self) -> None: ...
 
-    async def no_passes(self) -> str | None: ...
+    async def why_no_passes(self) -> str | None: ...
 
     async def drain(self) -> None: ...
 
@@ -200,7 +200,7 @@ class EngineReplica:
 
     async def _beat(self) -> None:
         with contextlib.suppress(RequestError):  # of a dead engine the first beat tells
-            if (why := await self._host.no_passes()) is not None:
+            if (why := await self._host.why_no_passes()) is not None:
                 log.warning("members of rounds are prefilled one by one: %s", why)
         while True:
             await self._leave_if_dead()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import secrets
 import shutil
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -123,6 +124,23 @@ class Cluster:
         self.run("serve", "deploy", "--address", self.dashboard_url, str(path))
         wait_for(lambda: self._deployed_at() != before, 60, "Serve to take the file")
         wait_for(self.is_running, 240, lambda: f"the deployment ({self.temp}): {self.status()}")
+
+    @contextlib.contextmanager
+    def reusing(self, **reuse: Any) -> Iterator[None]:
+        """Have rounds prefilled so within (`reuse` of the coordinator's `user_config`)."""
+        before = self.data
+        changed = copy.deepcopy(before)
+        (coordinator,) = [
+            one
+            for one in changed["applications"][0]["deployments"]
+            if one["name"] == "RoundCoordinator"
+        ]
+        coordinator["user_config"]["reuse"] = reuse
+        self.deploy(changed)
+        try:
+            yield
+        finally:
+            self.deploy(before)
 
     @property
     def dashboard_url(self) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -24,25 +22,6 @@ SAID = {
     "cyd": "Somebody has left the gate of the lower field open again, and two goats are gone. ",
 }
 _sims = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def use(cluster: Cluster) -> Iterator[Callable[..., None]]:
-    """Change how rounds are prefilled, while the deployment runs."""
-    before = copy.deepcopy(cluster.data)
-
-    def change(**reuse: Any) -> None:
-        data = copy.deepcopy(before)
-        (coordinator,) = [
-            one
-            for one in data["applications"][0]["deployments"]
-            if one["name"] == "RoundCoordinator"
-        ]
-        coordinator["user_config"]["reuse"] = reuse
-        cluster.deploy(data)
-
-    yield change
-    cluster.deploy(before)
 
 
 def play(cluster: Cluster, number: int = 0, **fields: Any) -> dict[str, Any]:
@@ -81,52 +60,44 @@ def said(round_: dict[str, Any]) -> dict[str, str]:
 
 
 def assert_blended(cluster: Cluster, sim: str, number: int) -> None:
-    """All three were in the round's pass, and no pass of that round failed."""
+    """All three were in the round's pass, and no pass of that round failed, or was not made."""
+    assert all(one["why_no_passes"] is None for one in cluster.replicas())
     logged = cluster.logged()
     assert f"round {number} of sim {sim!r}: 3 members, 0 absent, 3 in passes" in logged
     assert f"round {number} of session {sim!r}: the pass failed" not in logged
 
 
-def test_a_pass_that_computes_everything_answers_as_ordinary_prefills_do(
-    cluster: Cluster, use: Callable[..., None]
-) -> None:
-    use(mode="exact")
+def test_a_pass_that_computes_everything_answers_as_ordinary_prefills_do(cluster: Cluster) -> None:
     exact = play(cluster)
-    use(mode="blend", rule="full")
-    blended = play(cluster)
+    with cluster.reusing(mode="blend", rule="full"):
+        blended = play(cluster)
     assert said(blended) == said(exact)
     assert_blended(cluster, blended["sim"], 0)
     assert blended["usage"]["prompt_tokens"] == exact["usage"]["prompt_tokens"]
     cluster.wait_until_idle()
 
 
-def test_what_all_share_is_computed_once_and_exact_requests_stay_exact(
-    cluster: Cluster, use: Callable[..., None]
-) -> None:
-    use(mode="exact")
+def test_what_all_share_is_computed_once_and_exact_requests_stay_exact(cluster: Cluster) -> None:
     exact = play(cluster)
-    use(mode="blend", rule="none")
-    blended = play(cluster)
+    with cluster.reusing(mode="blend", rule="none"):
+        blended = play(cluster)
     assert said(blended).keys() == set(AGENTS)
     # Nobody computes the three texts: three times some sixty tokens each, for all of three agents.
     assert blended["usage"]["prompt_tokens_details"]["cached_tokens"] > 3 * 3 * 50
-    use(mode="exact")
     assert said(play(cluster)) == said(exact)
     cluster.wait_until_idle()
 
 
-def test_the_next_round_of_a_live_session_keeps_what_it_can(
-    cluster: Cluster, use: Callable[..., None]
-) -> None:
-    """Nothing is handed in: the outputs on record are what is shared."""
-    use(mode="blend", rule="first_pages", k=2)
+def test_the_next_round_of_a_live_session_keeps_what_it_can(cluster: Cluster) -> None:
+    """Nothing is handed in: the outputs on record are what is shared. By the default rule."""
     sim = f"blend-live-{next(_sims)}"
-    for number in range(3):
-        round_ = play(cluster, number, sim=sim, shared=None)
-        assert said(round_).keys() == set(AGENTS)
-        assert round_["shared_complete"]
-        if number:  # in round 0 there is nothing to share
-            assert_blended(cluster, sim, number)
+    with cluster.reusing(mode="blend"):
+        for number in range(3):
+            round_ = play(cluster, number, sim=sim, shared=None)
+            assert said(round_).keys() == set(AGENTS)
+            assert round_["shared_complete"]
+            if number:  # in round 0 there is nothing to share
+                assert_blended(cluster, sim, number)
     cluster.wait_until_idle()
 
 
@@ -156,17 +127,17 @@ async def chat_round(
     return dict(zip(AGENTS, texts, strict=True))
 
 
-async def test_what_clients_repeat_of_the_last_round_is_found_in_their_prompts(
-    cluster: Cluster, use: Callable[..., None]
-) -> None:
+def test_what_clients_repeat_of_the_last_round_is_found_in_their_prompts(cluster: Cluster) -> None:
     """Nothing marks it. With everything computed the answers are those of ordinary prefills."""
-    said = []
-    async with openai.AsyncOpenAI(base_url=cluster.url, api_key="none", timeout=120) as client:
-        for reuse in ({"mode": "exact"}, {"mode": "blend", "rule": "full"}):
-            await asyncio.to_thread(lambda reuse=reuse: use(**reuse))
-            sim = f"quoted-{next(_sims)}"
+
+    async def two_rounds(sim: str) -> list[dict[str, str]]:
+        async with openai.AsyncOpenAI(base_url=cluster.url, api_key="none", timeout=120) as client:
             first = await chat_round(client, sim, 0, {})
-            said.append((first, await chat_round(client, sim, 1, first)))
-    assert said[0] == said[1]
-    assert_blended(cluster, sim, 1)
+            return [first, await chat_round(client, sim, 1, first)]
+
+    exact, blended = (f"quoted-{next(_sims)}" for _ in range(2))
+    answers = asyncio.run(two_rounds(exact))
+    with cluster.reusing(mode="blend", rule="full"):
+        assert asyncio.run(two_rounds(blended)) == answers
+    assert_blended(cluster, blended, 1)
     cluster.wait_until_idle()

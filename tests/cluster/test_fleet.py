@@ -203,10 +203,7 @@ def test_a_session_has_one_coordinator_whichever_ingress_it_comes_by(fleet: Clus
     for sim in sims:
         outputs = httpx.get(f"{fleet.url}/rounds/{sim}/0", timeout=30).json()["outputs"]
         assert [one["agent"] for one in outputs] == agents
-    logs = "".join(
-        log.read_text("utf-8", "replace")
-        for log in (fleet.temp / "session_latest" / "logs").glob("worker-*.err")
-    )
+    logs = fleet.logged()
     for sim in sims:
         assert f"round 0 of sim {sim!r}: 3 members, 0 absent" in logs
 
@@ -232,41 +229,36 @@ async def test_members_of_rounds_read_their_last_turns(many: Conversations) -> N
 
 def test_rounds_of_a_session_go_where_their_histories_are_kept(fleet: Cluster) -> None:
     """By chance they would do so half the time."""
-    before = copy.deepcopy(fleet.data)
-    blended = copy.deepcopy(before)
-    (coordinator,) = [
-        one
-        for one in blended["applications"][0]["deployments"]
-        if one["name"] == "RoundCoordinator"
-    ]
-    coordinator["user_config"]["reuse"] = {"mode": "blend", "rule": "none"}
-    fleet.deploy(blended)
     agents = ("ada", "bo", "cyd")
     shared = [
         {"agent": agent, "text": f"{agent} says: the ferry is late. " * 4} for agent in agents
     ]
-    for sim in (f"histories-{number}" for number in range(6)):
-        cached = []
-        for number in range(2):
-            body = {
-                "model": MODEL,
-                "sim": sim,
-                "round": number,
-                "agents": [
-                    {"agent": agent, "system": f"You are {agent}. " * 20, "task": f"Turn {number}."}
-                    for agent in agents
-                ],
-                "shared": shared,
-                "completion": {"max_tokens": 2},
-                "stream": False,
-            }
-            answer = httpx.post(f"{fleet.url}/rounds", json=body, timeout=120)
-            answer.raise_for_status()
-            assert answer.json()["failed"] == 0
-            cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
-        # What is shared is the same in both; of each member's history there are some 80 tokens.
-        assert cached[1] - cached[0] > len(agents) * 60, cached
-    fleet.deploy(before)
+    with fleet.reusing(mode="blend", rule="none"):
+        for sim in (f"histories-{number}" for number in range(6)):
+            cached = []
+            for number in range(2):
+                body = {
+                    "model": MODEL,
+                    "sim": sim,
+                    "round": number,
+                    "agents": [
+                        {
+                            "agent": agent,
+                            "system": f"You are {agent}. " * 20,
+                            "task": f"Turn {number}.",
+                        }
+                        for agent in agents
+                    ],
+                    "shared": shared,
+                    "completion": {"max_tokens": 2},
+                    "stream": False,
+                }
+                answer = httpx.post(f"{fleet.url}/rounds", json=body, timeout=120)
+                answer.raise_for_status()
+                assert answer.json()["failed"] == 0
+                cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+            # What is shared is the same in both; of each history there are some 80 tokens.
+            assert cached[1] - cached[0] > len(agents) * 60, cached
 
 
 async def test_a_decode_replica_is_killed_between_turns(

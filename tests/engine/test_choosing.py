@@ -80,6 +80,32 @@ def test_the_group_goes_by_those_who_have_all_that_is_shared(engine: Engine) -> 
 
     every, two = engine.in_worker(work)
     assert every[0] == two[0]
+    second = slice(SEGMENTS[1][0], SEGMENTS[1][0] + SEGMENTS[1][1])
+    assert any(every[0][second]), "or nobody has been asked for the second segment"
+
+
+def test_the_choice_is_that_of_the_deviations_as_a_plain_loop_has_them(engine: Engine) -> None:
+    one = ALL[1]
+
+    def work(model: VllmModel, attention: PagedAttention) -> tuple[list[bool], list[float]]:
+        kv = canonical(model, attention)
+        layer = round(HKVD.depth * model.layers)
+        everything = replace(one, chosen=[True] * len(CANONICAL))
+        own = finish(run_pass(model, attention, group_of([everything], kv, BLOCK, layer))).kv
+        far = [0.0] * len(CANONICAL)
+        for piece in one.member.pieces:
+            for offset in range(piece.tokens):
+                here = own.keys[0][piece.start + offset].tolist()
+                there = kv.keys[layer][piece.source + offset].tolist()
+                far[piece.source + offset] = sum(
+                    (a - b) ** 2 for a, b in zip(here, there, strict=True)
+                ) / sum(b**2 for b in there)
+        return choose(model, attention, HKVD, [one])[0], far
+
+    chosen, far = engine.in_worker(work)
+    shared = SHARED.places()
+    highest = sorted(shared, key=lambda place: -far[place])[:BUDGET]
+    assert [place for place in shared if chosen[place]] == sorted(highest)
 
 
 def test_each_may_choose_by_itself_and_batches_change_nothing(engine: Engine) -> None:

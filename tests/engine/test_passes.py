@@ -37,6 +37,7 @@ from td_serve.types import (
 pytestmark = pytest.mark.engine
 
 HEADER = 24
+LAYERS = 4
 FULL = Rule(name=RuleName.FULL)
 NONE = Rule(name=RuleName.NONE)
 _numbers = itertools.count()
@@ -130,7 +131,7 @@ class Engine:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
-    write_random(path, like="llama", layers=4, kv_heads=2, head_dim=64)
+    write_random(path, like="llama", layers=LAYERS, kv_heads=2, head_dim=64)
     return path
 
 
@@ -313,7 +314,7 @@ def test_a_canonical_sequence_that_has_grown_is_as_good_as_one_made_at_once(
     engine.release([*first, *members, *others])
 
 
-def test_a_group_of_more_rows_than_a_step_has_is_computed_in_batches(engine: Engine) -> None:
+def test_a_group_of_more_rows_than_a_step_has_is_computed_all_the_same(engine: Engine) -> None:
     """The engine takes 2,048 tokens a step; these are more, and more than one has."""
     round_ = Round(70, seed=9)
     members = members_of(round_, *[600] * 5)
@@ -323,19 +324,29 @@ def test_a_group_of_more_rows_than_a_step_has_is_computed_in_batches(engine: Eng
     engine.release(members)
 
 
-def test_a_pass_that_would_keep_more_than_it_may_is_refused(model: Path) -> None:
-    engine = Engine(model, store_bytes=2**19)  # 128 tokens of 4 KiB
-    round_ = Round(70, seed=10)
-    members = members_of(round_, 100)
-    with pytest.raises(Exception, match="bytes for 170 rows, expected at most 524288"):
-        engine.run(spec_of(round_, members, FULL))
-    assert engine.mirrors() == 0
-    small = members_of(round_, 10)
-    engine.run(spec_of(round_, small, FULL))
-    assert engine.answers(small, load=True) == engine.answers(small, load=False)
-    engine.release(small)
-    assert engine.mirrors() == 0
+@pytest.fixture
+def poor(model: Path) -> Iterator[Engine]:
+    """An engine that keeps 128 rows of 4 KiB."""
+    engine = Engine(model, store_bytes=2**19)
+    yield engine
     engine.close()
+
+
+def test_a_pass_that_would_keep_more_than_it_may_is_refused(poor: Engine) -> None:
+    round_ = Round(70, seed=10)
+    with pytest.raises(Exception, match="bytes for 170 rows, expected at most 524288"):
+        poor.run(spec_of(round_, members_of(round_, 100), FULL))
+    assert poor.mirrors() == 0
+    small = members_of(round_, 10)
+    poor.run(spec_of(round_, small, FULL))
+    assert poor.answers(small, load=True) == poor.answers(small, load=False)
+    others = members_of(round_, 9)
+    with pytest.raises(Exception, match="bytes for 159 rows"):  # 80 of them are the first's
+        poor.run(spec_of(round_, others, FULL))
+    poor.release(small)
+    poor.run(spec_of(round_, others, FULL))
+    poor.release(others)
+    assert poor.mirrors() == 0
 
 
 @pytest.mark.parametrize("longer", ["canonical", "member"])
@@ -386,6 +397,31 @@ def test_what_follows_a_load_may_take_several_steps(cramped: Engine) -> None:
     cramped.run(spec_of(round_, members, FULL))
     assert cramped.answers(members, load=True) == exact
     cramped.release(members)
+
+
+def test_members_are_computed_in_batches_and_what_is_given_up_between_two_is_released(
+    cramped: Engine,
+) -> None:
+    """Each has more rows than half a step: every one is a batch, of as many slices as layers."""
+    round_ = Round(70)
+
+    def slices(members: list[Member], up_to: int = 999) -> int:
+        cramped.call("td_begin", pack(spec_of(round_, members, NONE)))
+        for number in range(1, up_to + 1):
+            if cramped.call("td_step", 0.0) is not None:
+                return number
+        return up_to
+
+    first, one, three = (members_of(round_, *each) for each in ((40,), (40,), (40, 41, 42)))
+    slices(first)  # it leaves the canonical sequence
+    alone = slices(one)
+    assert slices(three) - alone == 2 * LAYERS
+    assert cramped.mirrors() == 5
+    cramped.release([*first, *one, *three])
+    slices(members_of(round_, 40, 41, 42), up_to=alone + 1)
+    assert cramped.mirrors() == 1, "of the first batch"
+    cramped.call("td_abort")
+    assert cramped.mirrors() == 0
 
 
 def test_a_member_that_is_preempted_loads_again(cramped: Engine) -> None:

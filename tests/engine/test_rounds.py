@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -121,6 +123,26 @@ async def play(
     return answers, handovers
 
 
+@contextlib.asynccontextmanager
+async def first_slice_of(engines: LocalEngines) -> AsyncIterator[asyncio.Event]:
+    """Set once the engine has been asked for a slice of a pass."""
+    llm = engines.hosts[0]._llm
+    ask, asked = llm.collective_rpc, asyncio.Event()
+
+    async def watched(method: str, *args: Any, **kwargs: Any) -> Any:
+        answer = asyncio.ensure_future(ask(method, *args, **kwargs))
+        if method == "td_step":
+            await asyncio.sleep(0)  # it has been sent
+            asked.set()
+        return await answer
+
+    llm.collective_rpc = watched
+    try:
+        yield asked
+    finally:
+        llm.collective_rpc = ask
+
+
 def is_blended(handover: Handover) -> bool:
     return handover.cache_salt is not None
 
@@ -205,9 +227,10 @@ async def test_a_member_that_leaves_in_mid_pass_leaves_nothing_in_the_engine(
     work = round_of(shared, members, FULL)
     gone, stays = work.requests
     parts = engines.prefill_round(work)
-    first = asyncio.ensure_future(anext(parts))
-    await asyncio.sleep(0)
-    await engines.cancel_member(gone.request_id)
+    async with first_slice_of(engines) as asked:
+        first = asyncio.ensure_future(anext(parts))
+        await asked.wait()
+        await engines.cancel_member(gone.request_id)
     found = {(await first).request_id: (await first).handover}
     async for part in parts:
         found[part.request_id] = part.handover
@@ -219,16 +242,18 @@ async def test_a_member_that_leaves_in_mid_pass_leaves_nothing_in_the_engine(
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1])
-async def test_a_round_that_is_given_up_in_mid_pass_leaves_the_next_one_alone(
-    engines: LocalEngines, oracle: Oracle, after_s: float
+@pytest.mark.parametrize("after_s", [0.0, None, 0.1])
+async def test_a_round_that_is_given_up_leaves_the_next_one_alone(
+    engines: LocalEngines, oracle: Oracle, after_s: float | None
 ) -> None:
+    """At its beginning, in mid-pass (None), and whenever 0.1 s is."""
     shared = Shared(seed=7)
     members = [shared.member(history, 100 * history + 5) for history in (10, 20)]
     parts = engines.prefill_round(round_of(shared, members, FULL))
-    first = asyncio.ensure_future(anext(parts))
-    await asyncio.sleep(after_s)
-    first.cancel()
+    async with first_slice_of(engines) as asked:
+        first = asyncio.ensure_future(anext(parts))
+        await (asked.wait() if after_s is None else asyncio.sleep(after_s))
+        first.cancel()
     try:
         part = await first
         assert part.handover is not None
@@ -250,10 +275,11 @@ async def test_an_engine_that_dies_in_mid_pass_fails_its_members_and_keeps_nobod
     shared = Shared(seed=9)
     members = [shared.member(history, 100 * history + 7) for history in (300, 400)]
     parts = engines.prefill_round(round_of(shared, members, FULL))
-    first = asyncio.ensure_future(anext(parts))
-    await asyncio.sleep(0)
-    for process in engine_processes() - before:
-        process.kill()
+    async with first_slice_of(engines) as asked:
+        first = asyncio.ensure_future(anext(parts))
+        await asked.wait()
+        for process in engine_processes() - before:
+            process.kill()
     async with asyncio.timeout(60):
         found = [await first] + [part async for part in parts]
     assert [part.handover for part in found] == [None, None]
@@ -274,10 +300,10 @@ async def test_a_model_that_no_pass_computes_is_served_exactly(
     engines = LocalEngines.start(str(model), ENGINE, NIXL, CONVERSATIONS)
     try:
         prefill = engines.hosts[0]
-        why = await prefill.no_passes()
+        why = await prefill.why_no_passes()
         assert why is not None
         assert "a sliding window, which no pass computes" in why
-        assert prefill.state().no_passes == why
+        assert prefill.state().why_no_passes == why
         shared = Shared(seed=11)
         members = [shared.member(history, 100 * history + 11) for history in (30, 90)]
         answers, handovers = await play(engines, round_of(shared, members, NONE))

@@ -120,7 +120,7 @@ class FakeHost:
         if self.dead is not None:
             raise self.dead
 
-    async def no_passes(self) -> str | None:
+    async def why_no_passes(self) -> str | None:
         return self.refusal
 
     async def drain(self) -> None:
@@ -232,7 +232,7 @@ async def test_a_health_check_starts_the_pulse_and_asks_the_engine(rig: Rig) -> 
     assert rig.left == 1
 
 
-async def test_that_no_passes_are_made_is_said_at_the_start_and_once(
+async def test_that_why_no_passes_are_made_is_said_at_the_start_and_once(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.host.refusal = "NewModel: no passes over its layers"
