@@ -8,6 +8,7 @@ be shared out among tenants.
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,9 +27,11 @@ MOST_CHARACTERS = 512
 def conversation_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
     """The id by which a client names the conversation; None: it does not.
 
-    Raises BadRequest when an id is no text, or too long.
+    Raises BadRequest when an id is no text, too long, or one that no URL could name.
     """
-    named = [(name, headers[name]) for name in HEADERS if name in headers]
+    named: list[tuple[str, Any]] = [
+        (name, _as_sent(headers[name])) for name in HEADERS if name in headers
+    ]
     named += [(name, body[name]) for name in FIELDS if body.get(name) is not None]
     for name, value in named:
         if not isinstance(value, str):
@@ -37,7 +40,22 @@ def conversation_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> str 
             raise BadRequest(
                 f"{name}: {len(value)} characters, expected 1 to {MOST_CHARACTERS}", field=name
             )
+        if value in (".", "..") or any(unicodedata.category(one) == "Cc" for one in value):
+            # It could be kept, but not deleted.
+            raise BadRequest(
+                f"{name}: {value!r}, expected no control characters, and not '.' or '..'",
+                field=name,
+            )
     return named[0][1] if named else None
+
+
+def _as_sent(header: str) -> str:
+    """A header's text: what clients send as UTF-8 is decoded as Latin-1 on the way (RFC 9110,
+    5.5)."""
+    try:
+        return header.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return header
 
 
 def key(tenant: str, conversation: str) -> ConversationKey:

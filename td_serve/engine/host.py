@@ -299,7 +299,11 @@ class EngineHost:
                             None if handover is None else handover.replica,
                         )
                         delta = msgspec.structs.replace(delta, handle=handle)
-                        order = {}  # kept, and known to be
+                        if handle is None:
+                            # A stop string is found here: the engine may have gone on to an end of
+                            # its own before it heard of it, and kept what nobody would find.
+                            self._keeping.cancel(order)
+                        order = {}
                     yield delta
         except BaseException:
             # Before its first output the engine may not have taken the request at all. If it has,

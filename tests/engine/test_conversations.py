@@ -16,9 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from td_serve.config import DispatchSettings
 from td_serve.dispatch import Dispatcher
+from td_serve.engine.codec import encode_sampling
 from td_serve.engine.local import LocalEngines
 from td_serve.handles import Keeper, common_tokens
 from td_serve.leases import End
@@ -390,3 +394,40 @@ async def test_a_request_that_grows_takes_leases_and_is_not_preempted(rig: Rig) 
     assert rig.decode.preemptions == preemptions
     after = await rig.decode.lease_counts()
     assert after.ends[End.RECLAIMED] > before.ends.get(End.RECLAIMED, 0)
+
+
+async def test_a_stop_string_leaves_no_lease_however_late_the_engine_hears_of_it(
+    rig: Rig, tiny: Path
+) -> None:
+    """It is found in this process: one that is late finds it when the engine has come to an end of
+    its own, and has kept the turn."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    cut = 0
+
+    async def be_late() -> None:
+        while True:
+            time.sleep(0.02)  # noqa: ASYNC251 - that is the point
+            await asyncio.sleep(0)
+
+    late = asyncio.create_task(be_late())
+    try:
+        for seed in range(12):
+            prompt = some_tokens(100, 7000 + seed)
+            texts = [tokenizer.decode([token]) for token in rig.wanted(prompt)]
+            if not texts[3].strip() or texts[3] in "".join(texts[:3]):
+                continue
+            request = make_request(prompt, new_conversation())
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=5,
+                ignore_eos=True,
+                stop=[texts[3]],
+                output_kind=RequestOutputKind.DELTA,
+            )
+            request = msgspec.structs.replace(request, sampling=encode_sampling(sampling))
+            tokens = await rig.finish(request, await rig.engines.prefill(request))
+            cut += len(tokens) < 5
+    finally:
+        late.cancel()
+    assert cut > 3, "or this would prove nothing"
+    await rig.settle()
