@@ -365,11 +365,30 @@ def decode(value: object, kind: type[T], *, path: str) -> T:
         where = place.rpartition("`$")[2].removesuffix("`")
         if isinstance(fault, _Fault):
             raise ConfigError(f"{path}{where}{fault.place}: {fault}") from None
-        if place.startswith("`key`"):
-            what = f"a key: {what}"
-        # In a mapping msgspec does not say under which key, so there is no value to show.
-        got = "" if "[...]" in where else f", got {_lookup(value, where)!r}"
-        raise ConfigError(f"{path}{where}: {what}{got}") from None
+        raise ConfigError(f"{path}{where}: {_explained(what, value, kind, place, where)}") from None
+
+
+def _explained(what: str, value: object, kind: Any, place: str, where: str) -> str:
+    """msgspec's `what`, with the value that stood there, or the values that might."""
+    if "[...]" in where:
+        return what  # msgspec does not say under which key: there is no value to show
+    found = _lookup(value, where)
+    if place.startswith("`key`"):
+        # Its values are nobody's business here: among tenants they could be keys.
+        wrong = [key for key in found if not isinstance(key, str)]
+        return f"a name: {what}, got {', '.join(map(repr, wrong))} (quote it)"
+    if what.startswith("Invalid enum value"):
+        choices = [str(one) for one in _choices(kind, where)]
+        return f"{found!r}, {nearest(str(found), choices)}; one of {', '.join(choices)}"
+    return what if where.startswith(".tenants") else f"{what}, got {found!r}"
+
+
+def _choices(kind: Any, where: str) -> tuple[Any, ...]:
+    """What the `Literal` at msgspec's path (`.reuse.rule`) allows."""
+    for step in where.strip(".").split("."):
+        struct = _struct_of(kind)
+        kind = None if struct is None else get_type_hints(struct).get(step)
+    return get_args(kind)
 
 
 def unknown_keys(value: object, kind: Any, path: str) -> list[tuple[str, str, list[str]]]:

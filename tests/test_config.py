@@ -110,7 +110,8 @@ def test_a_wrong_type_is_refused_with_path_and_value(path: Path) -> None:
         at(value, path)[name] = odd
         message = refusal(value)
         assert message.startswith(f"{dotted(*path, name)}: Expected ")
-        assert message.endswith(f"got {odd!r}")
+        # What stands among tenants could be a key.
+        assert message.endswith(f"got {odd!r}") or name == "tenants"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_a_wrong_type_is_refused_with_path_and_value(path: Path) -> None:
         ({"model": "m", "env": {"A": 1}}, "args.env[...]: Expected `str`, got `int`"),
         (
             {"model": "m", "env": {1: "a"}},
-            "args.env: a key: Expected `str`, got `int`, got {1: 'a'}",
+            "args.env: a name: Expected `str`, got `int`, got 1 (quote it)",
         ),
         (
             {"model": "m", "ingress": {"autoscaling": {"max_replicas": 0}}},
@@ -425,3 +426,28 @@ def test_wrong_tenants_are_refused_with_the_place(tenants: object, expected: str
 @pytest.mark.parametrize("tenants", [{"a": ["td-secret"]}, {"a": "td-secret"}])
 def test_a_key_in_a_digests_place_is_not_shown(tenants: object) -> None:
     assert "secret" not in refusal({"model": "m", "tenants": tenants})
+
+
+@pytest.mark.parametrize(
+    "tenants",
+    [
+        {7: ["td-secret"], "bolt": ["td-secret"]},
+        {"acme": "td-secret"},
+        {"acme": ["td-secret"]},
+        "td-secret",
+        ["td-secret"],
+    ],
+)
+def test_no_error_shows_what_may_be_a_key(tenants: object) -> None:
+    with pytest.raises(ConfigError, match=r"args\.tenants") as caught:
+        decode({"model": "m", "tenants": tenants}, DeploymentConfig, path="args")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_wrong_choice_is_told_the_right_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode({"reuse": {"rule": "hkdv"}}, CoordinatorSettings, path="user_config")
+    assert str(caught.value) == (
+        "user_config.reuse.rule: 'hkdv', did you mean 'hkvd'?; one of full, none, first_k, "
+        "first_pages, hkvd, first_k+hkvd, first_pages+hkvd"
+    )
