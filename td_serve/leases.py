@@ -72,8 +72,8 @@ class LeaseTable:
     """All leases of one engine. Not thread-safe: its owner serialises the calls.
 
     `ttl_s` is how long a lease lasts from its grant or last hold on. At most `most_held` blocks are
-    held at a time: readers wait for prefill's pool, which waits for this one, and must never have
-    all of it.
+    held at a time, or one lease of whatever size: readers wait for prefill's pool, which waits for
+    this one, and many of them must never have all of it. One has it until its time is over.
     """
 
     def __init__(
@@ -145,9 +145,10 @@ class LeaseTable:
         if lease is None:
             return False
         now = self._clock()
-        more = 0 if lease.is_held(now) else len(lease.blocks)
-        if self.most_held is not None and self._held(now) + more > self.most_held:
-            return False
+        if self.most_held is not None and not lease.is_held(now):
+            held = self._held(now)
+            if held and held + len(lease.blocks) > self.most_held:
+                return False
         lease.expires_at = now + self.ttl_s
         lease.holds = {one: until for one, until in lease.holds.items() if until > now}
         lease.holds[reader] = now + for_s

@@ -220,5 +220,18 @@ def test_readers_never_hold_more_than_their_share() -> None:
     assert rig.hold("two")
 
 
+def test_what_is_more_than_a_share_is_held_alone() -> None:
+    """A long conversation: or it would be kept, and never read."""
+    rig = Rig()
+    rig.table.most_held = 10
+    for lease, blocks in (("long", 15), ("short", 1)):
+        rig.grant(lease, blocks=blocks)
+    assert rig.hold("short")
+    assert not rig.hold("long")
+    rig.table.let_go(LeaseId("short"), "p")
+    assert rig.hold("long")
+    assert not rig.hold("short")
+
+
 TestLeases = Leases.TestCase
 TestLeases.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

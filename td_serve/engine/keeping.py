@@ -59,6 +59,8 @@ class Keeping:
         self._tasks = Tasks()
         self._kept: dict[ConversationKey, Handle] = {}
         """As granted; some may have ended since `counts` was last asked."""
+        self._ordered: dict[ConversationKey, set[LeaseId]] = {}
+        """What turns under way have ordered."""
 
     @property
     def turns(self) -> int:
@@ -70,6 +72,7 @@ class Keeping:
         if request.conversation is None or request.n > 1:
             return {}
         order = LeaseOrder(id=LeaseId(uuid.uuid4().hex), conversation=request.conversation)
+        self._ordered.setdefault(order.conversation, set()).add(order.id)
         return {LEASE: msgspec.to_builtins(order)}
 
     def handle(
@@ -83,6 +86,7 @@ class Keeping:
         if request.conversation is None or kv is None or LEASE not in kv:
             return None
         granted = msgspec.convert(kv[LEASE], Granted)
+        self._is_over(request.conversation, granted.id)
         tokens = [*request.prompt_token_ids, *generated][: granted.tokens]
         whole = len(tokens) // granted.block_size * granted.block_size
         handle = Handle(
@@ -103,7 +107,16 @@ class Keeping:
     def cancel(self, order: Mapping[str, Any]) -> None:
         """Nobody has learnt of the lease that a turn ordered: there shall be none."""
         if order:
-            self._tasks.run(self.end(msgspec.convert(order[LEASE], LeaseOrder).id))
+            ordered = msgspec.convert(order[LEASE], LeaseOrder)
+            self._is_over(ordered.conversation, ordered.id)
+            self._tasks.run(self.end(ordered.id))
+
+    def _is_over(self, conversation: ConversationKey, lease: LeaseId) -> None:
+        """The turn that has ordered this lease is not under way any more."""
+        ordered = self._ordered.get(conversation, set())
+        ordered.discard(lease)
+        if not ordered:
+            self._ordered.pop(conversation, None)
 
     async def end(self, lease: LeaseId) -> None:
         """End a lease, if it has not ended yet. Raises Unavailable."""
@@ -122,11 +135,17 @@ class Keeping:
         await self._client.let_go(handle.lease, reader)
 
     async def forget(self, conversation: ConversationKey) -> bool:
-        """Free what is kept for a conversation. Says whether anything was. Raises Unavailable."""
+        """Free what is kept for a conversation, and keep nothing of its turns under way.
+
+        Says whether there was anything. Raises Unavailable.
+        """
+        ordered = list(self._ordered.get(conversation, ()))
+        for lease in ordered:
+            await self.end(lease)  # refused, where it has not been granted yet
         forgotten = await self._client.forget(conversation)
         if forgotten:
             await self._wake()
-        return forgotten
+        return forgotten or bool(ordered)
 
     async def counts(self) -> LeaseCounts:
         """The leases right now; also has the engine free what has ended. Raises Unavailable."""

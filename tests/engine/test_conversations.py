@@ -431,3 +431,19 @@ async def test_a_stop_string_leaves_no_lease_however_late_the_engine_hears_of_it
         late.cancel()
     assert cut > 3, "or this would prove nothing"
     await rig.settle()
+
+
+async def test_what_is_deleted_while_it_is_decoded_is_not_kept(rig: Rig) -> None:
+    conversation = new_conversation()
+    request = make_request(some_tokens(100, 8000), conversation, 40)
+    deltas = rig.engines.decode(request, await rig.engines.prefill(request))
+    async with contextlib.aclosing(deltas):
+        heard = 0
+        async for delta in deltas:
+            heard += sum(len(choice.token_ids) for choice in delta.choices)
+            if heard == 1:
+                assert await rig.engines.forget(conversation), "a turn is under way"
+    assert heard == 40
+    assert rig.engines.directory.find(conversation) is None
+    assert not await rig.engines.forget(conversation)
+    await rig.settle()
