@@ -9,7 +9,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from td_serve.bench.start import Start
 from td_serve.cli import EXIT_ERROR, main
 from td_serve.errors import ConfigError, TdServeError
 from td_serve.models.random_model import write_random
-from tests.cluster.harness import BIN, LOCAL, ROOT, cluster_file
+from tests.cluster.harness import BIN, LOCAL, ROOT, cluster_file, wait_for
 
 ROW_KEYS = [
     "concurrency",
@@ -299,11 +298,12 @@ def test_the_whole_in_small(tmp_path: Path) -> None:
 def test_an_interrupt_leaves_nothing_running() -> None:
     process = run_bench("--requests=4")
     bench = psutil.Process(process.pid)
-    gives_up_at = time.monotonic() + 120
-    while not any("raylet" in _title(one) for one in bench.children(recursive=True)):
-        assert time.monotonic() < gives_up_at, "no Ray was started"
+
+    def has_ray() -> bool:
         assert process.poll() is None
-        time.sleep(0.2)
+        return any("raylet" in _title(one) for one in bench.children(recursive=True))
+
+    wait_for(has_ray, 120, "a Ray of its own")
     started = bench.children(recursive=True)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=150)
