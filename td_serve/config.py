@@ -379,7 +379,7 @@ def _explained(what: str, value: object, kind: Any, place: str, where: str) -> s
         return f"a name: {what}, got {', '.join(map(repr, wrong))} (quote it)"
     if what.startswith("Invalid enum value"):
         choices = [str(one) for one in _choices(kind, where)]
-        return f"{found!r}, {nearest(str(found), choices)}; one of {', '.join(choices)}"
+        return f"{found!r}, {nearest(str(found), choices)} (one of {', '.join(choices)})"
     return what if where.startswith(".tenants") else f"{what}, got {found!r}"
 
 

@@ -448,6 +448,6 @@ def test_a_wrong_choice_is_told_the_right_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         decode({"reuse": {"rule": "hkdv"}}, CoordinatorSettings, path="user_config")
     assert str(caught.value) == (
-        "user_config.reuse.rule: 'hkdv', did you mean 'hkvd'?; one of full, none, first_k, "
-        "first_pages, hkvd, first_k+hkvd, first_pages+hkvd"
+        "user_config.reuse.rule: 'hkdv', did you mean 'hkvd'? (one of full, none, first_k, "
+        "first_pages, hkvd, first_k+hkvd, first_pages+hkvd)"
     )

@@ -15,7 +15,7 @@ from td_serve.engine.kept import NOTHING
 from td_serve.engine.parts import Part, batches, group_of
 from td_serve.engine.worker import Passes, PassWorker
 from td_serve.pic.base import Shared, mask
-from td_serve.types import MemberPass, PassSpec, Rule, RuleName, unpack
+from td_serve.types import PassSpec, Rule, RuleName, unpack
 
 T = TypeVar("T")
 
@@ -90,13 +90,8 @@ def _at_random(parts: Sequence[Part], shared: Shared) -> list[Part]:
 
 
 def _share_chosen(parts: Sequence[Part]) -> float:
-    places = [place for part in parts for place in _places(part.member)]
-    chosen = sum(part.chosen[place] for part in parts for place in _places(part.member))
-    return chosen / len(places)
-
-
-def _places(member: MemberPass) -> list[int]:
-    return [piece.source + offset for piece in member.pieces for offset in range(piece.tokens)]
+    chosen = [part.chosen[place] for part in parts for place in Shared(0, part.spans).places()]
+    return sum(chosen) / len(chosen)
 
 
 def _logits(passes: Passes, parts: Sequence[Part], canonical: KV, last: int) -> torch.Tensor:

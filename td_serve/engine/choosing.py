@@ -18,7 +18,7 @@ from td_serve.engine.pages import PagedAttention
 from td_serve.engine.parts import Part, batches, group_of
 from td_serve.pic.base import Shared
 from td_serve.pic.rules import recovery
-from td_serve.types import MemberPass, Rule, Span
+from td_serve.types import MemberPass, Rule
 
 
 class Chooser:
@@ -43,7 +43,7 @@ class Chooser:
             return [
                 replace(
                     part,
-                    chosen=named.chosen(Shared(shared.tokens, _spans(part.member), one.tolist())),
+                    chosen=named.chosen(Shared(shared.tokens, part.spans, one.tolist())),
                 )
                 for part, one in zip(parts, found, strict=True)
             ]
@@ -97,8 +97,3 @@ def _has(member: MemberPass, tokens: int) -> torch.Tensor:
     for piece in member.pieces:
         has[piece.source : piece.source + piece.tokens] = True
     return has
-
-
-def _spans(member: MemberPass) -> list[Span]:
-    """A member's pieces as they stand in the canonical sequence."""
-    return [Span(start=piece.source, tokens=piece.tokens) for piece in member.pieces]

@@ -12,8 +12,8 @@ _NEUTRAL = (
     "end what to do now."
 )
 """Nobody's own system text, after which what is shared is computed. It decides how close answers
-come to exact ones: with a model's default text, none, or one short sentence they are several times
-farther."""
+come to exact ones: SmolLM2-135M, a village's round, two pages computed anew, gave .012 nats at the
+first token with such a text, .019 with none, .025 with one short sentence."""
 
 
 def neutral_head(tokenizer: Any) -> list[int]:

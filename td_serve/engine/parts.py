@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from td_serve.engine.collective import KV, Group
 from td_serve.engine.kept import Run
 from td_serve.rows import Extent, Rows, layout
-from td_serve.types import MemberPass
+from td_serve.types import MemberPass, Span
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,11 @@ class Part:
     history: Run
     history_tokens: int
     chosen: Sequence[bool]
+
+    @property
+    def spans(self) -> list[Span]:
+        """Its pieces as they stand in the canonical sequence."""
+        return [Span(start=one.source, tokens=one.tokens) for one in self.member.pieces]
 
     @property
     def extent(self) -> Extent:
