@@ -85,3 +85,26 @@ def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) ->
     tokens = report["summary"]["tokens"]
     assert tokens["reused"] > 0
     assert tokens["prompt"] == sum(tokens[name] for name in ("local", "reused", "selected", "new"))
+
+
+@pytest.mark.engine
+def test_a_transcript_shares_what_was_said_in_every_round(tmp_path: Path) -> None:
+    """Round 3: the outputs of three rounds, between which everybody has entries of their own."""
+    out, model = tmp_path / "out.json", tmp_path / "tiny"
+    write_random(model, like="llama", layers=3, kv_heads=2, head_dim=64)
+    command = ["bench", "reuse", "--model", str(model), "--trace", str(VILLAGE)]
+    command += ["--first", "3", "--presets", "td", "--layout", "transcript", "--window", "4096"]
+    program = Path(sys.executable).with_name("td-serve")
+    subprocess.run([program, *command, "--json", out], check=True, timeout=300)
+    report = json.loads(out.read_text("utf-8"))
+    (row,) = [one for one in report["rows"]["speed"] if one["way"] == "td"]
+    assert row["blended"] > 1
+    tokens = report["summary"]["tokens"]
+    assert tokens["reused"] > 0
+
+
+def test_a_layout_with_nothing_to_blend_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "reuse", "--trace", str(VILLAGE), "--layout", "shared_first"]
+    assert main(command) == EXIT_ERROR
+    said = capsys.readouterr().err
+    assert "--layout: 'shared_first', expected history_first or transcript" in said
