@@ -190,8 +190,9 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
     most after a share `depth` of the layers, in runs of `run` tokens, until the rest deviates by
     `left` or less on average (squared, of the keys' length), at most a share `ratio` of the shared
     tokens; looked at for the whole round at once, or for each member by its `own`. The defaults of
-    `left` and `depth` are those with which SmolLM2-135M stays within .02 nats of exact answers on
-    recorded rounds (`td-serve bench reuse --fidelity`): other models may want others.
+    `left` and `depth` were chosen with SmolLM2-135M, which with them stays within .02 nats of exact
+    answers on most recorded rounds, not all (`td-serve bench reuse --fidelity`): other models may
+    want others.
     """
 
     mode: Literal["exact", "blend"] = "exact"
