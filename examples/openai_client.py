@@ -1,22 +1,24 @@
 """The client's side: the unmodified `openai` client, alone, in a round, and by a path alone.
 
-Needs a server: `serve run clusters/local.yaml`.
+Needs a server: `serve run clusters/local.yaml`. Where it asks for API keys, set OPENAI_API_KEY.
 """
 
 import asyncio
+import os
 import sys
 import uuid
 
 import openai
 
 BASE = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
+KEY = os.environ.get("OPENAI_API_KEY", "none")
 AGENTS = ["Marta", "Osk", "Ines"]
 SIM = f"example-{uuid.uuid4().hex[:8]}"
 
 
 async def speak(agent: str, round_: int) -> str:
     """A member of a round: `td_round` says which one; the server waits for the others."""
-    async with openai.AsyncOpenAI(base_url=f"{BASE}/v1", api_key="none") as client:
+    async with openai.AsyncOpenAI(base_url=f"{BASE}/v1", api_key=KEY) as client:
         model = (await client.models.list()).data[0].id
         answer = await client.chat.completions.create(
             model=model,
@@ -32,7 +34,7 @@ async def speak(agent: str, round_: int) -> str:
 async def speak_unchanged(agent: str) -> str:
     """For frameworks that let you set a base URL and nothing else: the path names the agent."""
     url = f"{BASE}/sim/{SIM}-path/agent/{agent}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+    async with openai.AsyncOpenAI(base_url=url, api_key=KEY) as client:
         model = (await client.models.list()).data[0].id
         text = ""
         async for chunk in await client.chat.completions.create(

@@ -77,6 +77,7 @@ class RoundCoordinator:
         """
         if request.membership is None:
             raise BadRequest("td_round: missing, expected a member of a round", field="td_round")
+        came = self._clock()
         admission = self._join(request, request.membership)
         member, output = admission.member, _Output(admission.member.agent)
         try:
@@ -86,7 +87,8 @@ class RoundCoordinator:
                 log.info("session %r: serving alone: %s", admission.round.sim, admission.alone)
                 self._metrics.stragglers.inc()
                 handover = None
-            deltas = self._dispatcher.generate(request, handover)
+            waited = msgspec.structs.replace(request, age_s=request.age_s + self._clock() - came)
+            deltas = self._dispatcher.generate(waited, handover)
             async with contextlib.aclosing(deltas):
                 async for delta in deltas:
                     output.add(delta)

@@ -85,14 +85,17 @@ class KVDirectory:
         return [self._entries[replica].state for replica in sorted(self._entries)]
 
     def keep(self, handle: Handle) -> None:
-        """Enter a conversation's handle, unless another replica has one that lasts longer.
+        """Enter a conversation's handle, unless a newer one is known.
 
-        After a restart two replicas may each tell of a turn: the one used last is the newer.
+        Of one engine's the later granted is the newer. After a restart two replicas may each tell
+        of a turn: the one used last is the newer.
         """
         tenant = self._tenants.setdefault(tenant_of(handle.conversation), OrderedDict())
         ends_at = self._clock() + handle.remaining_s
         new = _Kept(handle, ends_at, ends_at)
         known = tenant.get(handle.conversation)
+        if known is not None and _is_older(handle, known.handle):
+            return
         if known is not None and known.handle.replica != handle.replica:
             old = min(known, new, key=lambda one: one.ends_at)
             useless = self._superseded.setdefault(old.handle.replica, {})
@@ -150,3 +153,9 @@ class KVDirectory:
         self._handles -= 1
         if not tenant:
             del self._tenants[tenant_of(conversation)]
+
+
+def _is_older(one: Handle, other: Handle) -> bool:
+    """Whether the same engine has granted `other` after `one`."""
+    same_engine = (one.replica, one.epoch) == (other.replica, other.epoch)
+    return same_engine and one.number < other.number

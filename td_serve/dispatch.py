@@ -16,6 +16,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
+import msgspec
+
 from td_serve.config import DispatchSettings
 from td_serve.errors import EngineFailure, Unavailable
 from td_serve.metrics import Metrics
@@ -92,7 +94,8 @@ class Dispatcher:
         EngineFailure when an engine failed after it.
         """
         settings = self.settings  # may change under way
-        gives_up_at = self._clock() + settings.patience_s
+        began = self._clock()
+        gives_up_at = began + settings.patience_s
         failures = 0
         while True:
             delivered = False
@@ -100,7 +103,8 @@ class Dispatcher:
             try:
                 if handover is None and request.hand_over:
                     handover = await self.engines.prefill(request)
-                deltas = self._decode(request, handover)
+                age_s = request.age_s + self._clock() - began
+                deltas = self._decode(msgspec.structs.replace(request, age_s=age_s), handover)
                 handover = None  # _decode sees to it from here on
                 async with contextlib.aclosing(deltas):
                     async for delta in deltas:

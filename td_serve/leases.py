@@ -40,7 +40,8 @@ class End(enum.Enum):
 
 
 class Lease(msgspec.Struct, kw_only=True):
-    """Blocks kept for a conversation. `blocks` is the pool's own business."""
+    """Blocks kept for a conversation. `blocks` is the pool's own business; of leases that begin
+    alike some are the same objects."""
 
     id: LeaseId
     conversation: ConversationKey
@@ -57,8 +58,8 @@ class Lease(msgspec.Struct, kw_only=True):
 class LeaseCounts(msgspec.Struct, frozen=True):
     """The live leases with their remaining seconds, the blocks kept, and why others ended.
 
-    Of the blocks, `held` are being read, and `unfreed` those of leases that have ended and nobody
-    has taken.
+    A block that several leases keep counts once. Of the blocks, `held` are being read, and
+    `unfreed` those of leases that have ended and nobody has taken.
     """
 
     live: dict[LeaseId, float]
@@ -100,15 +101,14 @@ class LeaseTable:
     @property
     def blocks(self) -> int:
         """Blocks kept, those of ended leases that nobody has taken included."""
-        kept = [*self._live.values(), *self._ending.values(), *self._ended]
-        return sum(len(lease.blocks) for lease in kept)
+        return _distinct([*self._live.values(), *self._ending.values(), *self._ended])
 
     @property
     def unfreed(self) -> int:
         """Blocks that `take_ended` would give."""
         now = self._clock()
         over = [one for one in self._ending.values() if not one.is_held(now)]
-        return sum(len(lease.blocks) for lease in [*over, *self._ended])
+        return _distinct([*over, *self._ended])
 
     def grant(
         self, lease_id: LeaseId, conversation: ConversationKey, tokens: int, blocks: list[Any]
@@ -146,8 +146,8 @@ class LeaseTable:
             return False
         now = self._clock()
         if self.most_held is not None and not lease.is_held(now):
-            held = self._held(now)
-            if held and held + len(lease.blocks) > self.most_held:
+            held = [one for one in self._kept if one.is_held(now)]
+            if held and _distinct([*held, lease]) > self.most_held:
                 return False
         lease.expires_at = now + self.ttl_s
         lease.holds = {one: until for one, until in lease.holds.items() if until > now}
@@ -223,7 +223,7 @@ class LeaseTable:
         return LeaseCounts(
             live={lease.id: lease.expires_at - now for lease in self._live.values()},
             blocks=self.blocks,
-            held=self._held(now),
+            held=_distinct([one for one in self._kept if one.is_held(now)]),
             unfreed=self.unfreed,
             ends=dict(self.ends),
         )
@@ -235,10 +235,10 @@ class LeaseTable:
             assert self._live[lease_id].conversation == conversation, "another's lease"
         assert not self._live.keys() & self._ending.keys(), "a lease that has ended and lives"
 
-    def _held(self, now: float) -> int:
-        """Blocks that readers have been promised."""
-        kept = [*self._live.values(), *self._ending.values()]
-        return sum(len(one.blocks) for one in kept if one.is_held(now))
+    @property
+    def _kept(self) -> list[Lease]:
+        """The leases that readers may have been promised."""
+        return [*self._live.values(), *self._ending.values()]
 
     def _end(self, lease_id: LeaseId, why: End) -> None:
         lease = self._live.pop(lease_id)
@@ -249,3 +249,8 @@ class LeaseTable:
             self._ending[lease_id] = lease  # its blocks stay where a reader reads them
         else:
             self._ended.append(lease)
+
+
+def _distinct(leases: list[Lease]) -> int:
+    """How many blocks these leases keep."""
+    return len({id(block) for lease in leases for block in lease.blocks})

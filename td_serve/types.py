@@ -39,7 +39,7 @@ ReaderId = NewType("ReaderId", str)
 SegmentKey = NewType("SegmentKey", str)
 """Position-independent identity of a run of tokens: 128 bits, hexadecimal."""
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 
 class WireVersionError(TdServeError):
@@ -91,7 +91,7 @@ class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
     `sampling` says of the number of continuations. A turn of a `conversation` leaves its KV under a
     lease for the next one. The prompt's segments begin at token 0 and at each of `cuts`; where it
     has any, or belongs to a round, `head` is what prompts of this model begin with, its system text
-    a neutral one.
+    a neutral one. `age_s` is for how long it had been under way when this was sent.
     """
 
     request_id: RequestId
@@ -107,6 +107,7 @@ class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
     conversation: ConversationKey | None = None
     cuts: list[int] = []
     head: list[int] = []
+    age_s: float = 0.0
 
 
 class Handle(_Wire, tag="handle", frozen=True, kw_only=True):
@@ -115,7 +116,8 @@ class Handle(_Wire, tag="handle", frozen=True, kw_only=True):
     `replica` is the engine, in its life number `epoch`, with its side channel at `host`:`port`.
     `block_ids` has one list for each KV group, of blocks of `block_size` tokens; the blocks hold
     the KV of `tokens` tokens, namely those of `digests` and `tail` (see `handles`). `remaining_s`
-    is how long the lease lasted when this was sent: a duration, no time of any clock.
+    is how long the lease lasted when this was sent: a duration, no time of any clock. `number`
+    counts the leases that the engine had granted before: of two turns the later has the higher.
     `prefilled_by` had the turn's prompt last, and may have it still.
     """
 
@@ -132,6 +134,7 @@ class Handle(_Wire, tag="handle", frozen=True, kw_only=True):
     digests: bytes
     tail: list[int]
     remaining_s: float
+    number: int = 0
     prefilled_by: ReplicaId | None = None
 
 

@@ -148,3 +148,18 @@ def test_a_tenant_with_many_conversations_pushes_out_its_own() -> None:
     assert all(directory.find(key("small", str(number))) for number in range(3))
     found = [n for n in range(1000) if directory.find(key("greedy", str(n))) is not None]
     assert found == list(range(993, 1000))
+
+
+def test_of_one_engines_turns_the_later_granted_counts_whichever_is_told_last() -> None:
+    """Two turns of a conversation may end in the same instant."""
+    earlier = msgspec.structs.replace(kept_by("d1", "one"), number=4)
+    later = msgspec.structs.replace(kept_by("d1", "two"), number=5)
+    for told in ((earlier, later), (later, earlier)):
+        directory = KVDirectory(clock=Clock())
+        for handle in told:
+            directory.keep(handle)
+        assert directory.find(key("t", "c")) == later
+        directory.check_integrity()
+    reborn = msgspec.structs.replace(kept_by("d1", "three"), epoch=Epoch(2), number=0)
+    directory.keep(reborn)
+    assert directory.find(key("t", "c")) == reborn

@@ -21,7 +21,10 @@ class Rig:
 
     def grant(self, lease: str, conversation: str = "", tokens: int = 32, blocks: int = 1) -> bool:
         return self.table.grant(
-            LeaseId(lease), ConversationKey(conversation or lease), tokens, list(range(blocks))
+            LeaseId(lease),
+            ConversationKey(conversation or lease),
+            tokens,
+            [object() for _ in range(blocks)],
         )
 
     def hold(self, lease: str, reader: str = "p", for_s: float = 30.0) -> bool:
@@ -231,6 +234,26 @@ def test_what_is_more_than_a_share_is_held_alone() -> None:
     rig.table.let_go(LeaseId("short"), "p")
     assert rig.hold("long")
     assert not rig.hold("short")
+
+
+def test_a_block_that_two_leases_keep_counts_once() -> None:
+    """Conversations that begin alike share blocks, and none of them is anybody's second share."""
+    rig = Rig()
+    rig.table.most_held = 10
+    shared, others = [object() for _ in range(7)], [object() for _ in range(4)]
+    for lease, own in (("one", others[:1]), ("two", others[1:3]), ("three", others[3:])):
+        rig.table.grant(LeaseId(lease), ConversationKey(lease), 320, [*shared, *own])
+    assert rig.table.blocks == 11
+    assert rig.hold("one")
+    assert rig.hold("two")
+    assert not rig.hold("three")
+    assert rig.table.counts().held == 10
+    for lease in ("two", "three"):
+        rig.table.end(LeaseId(lease))
+    assert rig.table.unfreed == 8
+    assert rig.table.counts().blocks == 11, "one and two are held, three has not been taken"
+    assert rig.taken() == ["three"]
+    assert rig.table.blocks == 10
 
 
 TestLeases = Leases.TestCase

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -25,6 +28,9 @@ from td_serve.types import (
     ReaderId,
     ReplicaId,
 )
+
+_MOST_FORGOTTEN = 4096
+"""How many deleted conversations are remembered, for turns of theirs that are on their way."""
 
 
 class LeaseSocket:
@@ -61,6 +67,8 @@ class Keeping:
         """As granted; some may have ended since `counts` was last asked."""
         self._ordered: dict[ConversationKey, set[LeaseId]] = {}
         """What turns under way have ordered."""
+        self._forgotten: OrderedDict[ConversationKey, float] = OrderedDict()
+        """When conversations were deleted."""
 
     @property
     def turns(self) -> int:
@@ -70,6 +78,9 @@ class Keeping:
     def order(self, request: GenerateRequest) -> dict[str, Any]:
         """The KV transfer parameters that have a turn kept; empty where it shall not be."""
         if request.conversation is None or request.n > 1:
+            return {}
+        began = time.monotonic() - request.age_s
+        if self._forgotten.get(request.conversation, -math.inf) > began:
             return {}
         order = LeaseOrder(id=LeaseId(uuid.uuid4().hex), conversation=request.conversation)
         self._ordered.setdefault(order.conversation, set()).add(order.id)
@@ -82,7 +93,10 @@ class Keeping:
         kv: Mapping[str, Any] | None,
         prefilled_by: ReplicaId | None,
     ) -> Handle | None:
-        """The handle of a finished turn, if its KV is kept; `kv` is what it finished with."""
+        """The handle of a finished turn, if its KV is kept; `kv` is what it finished with.
+
+        Of two turns that end at once the earlier is superseded already: it has none.
+        """
         if request.conversation is None or kv is None or LEASE not in kv:
             return None
         granted = msgspec.convert(kv[LEASE], Granted)
@@ -99,8 +113,12 @@ class Keeping:
             digests=digests(tokens, granted.block_size, request.cache_salt),
             tail=tokens[whole:],
             remaining_s=granted.ttl_s,
+            number=granted.number,
             prefilled_by=prefilled_by,
         )
+        known = self._kept.get(request.conversation)
+        if known is not None and known.number > handle.number:
+            return None
         self._kept[request.conversation] = handle
         return handle
 
@@ -135,10 +153,15 @@ class Keeping:
         await self._client.let_go(handle.lease, reader)
 
     async def forget(self, conversation: ConversationKey) -> bool:
-        """Free what is kept for a conversation, and keep nothing of its turns under way.
+        """Free what is kept for a conversation, and keep nothing of its turns under way, those
+        that are still being prefilled elsewhere included.
 
         Says whether there was anything. Raises Unavailable.
         """
+        self._forgotten[conversation] = time.monotonic()
+        self._forgotten.move_to_end(conversation)
+        if len(self._forgotten) > _MOST_FORGOTTEN:
+            self._forgotten.popitem(last=False)
         ordered = list(self._ordered.get(conversation, ()))
         for lease in ordered:
             await self.end(lease)  # refused, where it has not been granted yet

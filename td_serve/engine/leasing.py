@@ -45,9 +45,13 @@ class LeaseOrder(msgspec.Struct, frozen=True):
 
 
 class Granted(msgspec.Struct, frozen=True):
-    """What is kept: the KV of the first `tokens` tokens, in these blocks of `block_size` tokens."""
+    """What is kept: the KV of the first `tokens` tokens, in these blocks of `block_size` tokens.
+
+    `number` leases had been granted before.
+    """
 
     id: LeaseId
+    number: int
     tokens: int
     block_size: int
     block_ids: list[int]
@@ -63,6 +67,7 @@ class LeaseKeeper:
         self._pool: Any = None
         self._block_size = 0
         self._short = False
+        self._granted = 0
         self._server = _Server(address, self._answer)
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -100,11 +105,13 @@ class LeaseKeeper:
         self.settle()
         granted = Granted(
             id=order.id,
+            number=self._granted,
             tokens=tokens,
             block_size=self._block_size,
             block_ids=ids,
             ttl_s=self._table.ttl_s,
         )
+        self._granted += 1
         return {LEASE: msgspec.to_builtins(granted)}
 
     def settle(self) -> None:

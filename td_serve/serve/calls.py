@@ -61,11 +61,19 @@ async def stream(
 
 
 async def ask_all(handle: DeploymentHandle, method: str, *arguments: Any) -> list[Any]:
-    """What every replica of a deployment answers; those that fail are left out."""
+    """What every replica of a deployment answers.
+
+    Raises Unavailable when one does not, after all the others have.
+    """
     responses = contextvars.Context().run(handle.broadcast, method, *arguments)
     with _translated():
         answers = await responses.results_async(return_exceptions=True)
-    return [one for one in answers if not isinstance(one, BaseException)]
+    if failures := [one for one in answers if isinstance(one, BaseException)]:
+        raise Unavailable(
+            f"{method}: {len(failures)} of {len(answers)} replicas did not answer; the others "
+            f"have done it: {_first_line(failures[0])}"
+        )
+    return answers
 
 
 @contextlib.contextmanager

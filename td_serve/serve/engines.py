@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from td_serve.errors import RequestError
+from td_serve.errors import RequestError, Unavailable
 from td_serve.serve.calls import answer, ask, ask_all, start, stream
 from td_serve.serve.remotes import RemoteDirectory
 from td_serve.serve.routing import towards
@@ -85,7 +85,8 @@ class RayEngines:
                 yield part
 
     async def cancel_member(self, request_id: RequestId) -> None:
-        await ask_all(self._prefill, "cancel_member", request_id)
+        with contextlib.suppress(Unavailable):  # its own replica may be the one that is there
+            await ask_all(self._prefill, "cancel_member", request_id)
 
     def decode(
         self, request: GenerateRequest, handover: Handover | None

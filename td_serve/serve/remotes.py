@@ -66,5 +66,8 @@ class RemoteKeeper:
         await _soon(ask(towards(self._decode, handle.replica).let_go, pack(handle), reader))
 
     async def forget(self, conversation: ConversationKey) -> bool:
-        """Free what is kept for a conversation, wherever it is. Says whether anything was."""
+        """Free what is kept for a conversation, wherever it is. Says whether anything was.
+
+        Raises Unavailable where a replica could not be asked: it may still keep something.
+        """
         return any(await ask_all(self._decode, "forget", conversation))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -115,3 +116,20 @@ def test_a_conversation_is_kept_until_it_is_deleted(
     gone = httpx.delete(f"{cluster.url}/conversations/four", timeout=30).json()
     assert gone == {"conversation": "four", "deleted": True}
     wait_for(lambda: leases() == 0, 10, "the end of the lease")
+
+
+def test_a_deletion_that_not_every_replica_has_heard_of_says_so(
+    client: openai.OpenAI, cluster: Cluster
+) -> None:
+    turn(client, prompt_of(10), "one")
+    (decode,) = (one["replica"] for one in cluster.replicas() if one["role"] == "decode")
+    engine = cluster.engine_of(decode)
+    engine.suspend()
+    try:
+        answer = httpx.delete(f"{cluster.url}/conversations/one", timeout=60)
+    finally:
+        engine.resume()
+    assert answer.status_code == HTTPStatus.SERVICE_UNAVAILABLE
+    assert "1 of 1 replicas did not answer" in answer.json()["error"]["message"]
+    again = httpx.delete(f"{cluster.url}/conversations/one", timeout=30)
+    assert again.json() == {"conversation": "one", "deleted": True}

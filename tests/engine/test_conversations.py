@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from td_serve.leases import End
 from td_serve.metrics import silent_metrics
 from td_serve.types import (
     ConversationKey,
+    Delta,
     Epoch,
     GenerateRequest,
     Handle,
@@ -71,8 +72,14 @@ class Rig:
         return await self.finish(request, handover), handover
 
     async def finish(self, request: GenerateRequest, handover: Handover) -> list[int]:
+        return await self._tokens(self._dispatcher.generate(request, handover))
+
+    async def generate(self, request: GenerateRequest) -> list[int]:
+        return await self._tokens(self._dispatcher.generate(request))
+
+    @staticmethod
+    async def _tokens(deltas: AsyncGenerator[Delta, None]) -> list[int]:
         tokens: list[int] = []
-        deltas = self._dispatcher.generate(request, handover)
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 tokens += (token for choice in delta.choices for token in choice.token_ids)
@@ -454,3 +461,39 @@ async def test_what_is_deleted_while_it_is_decoded_is_not_kept(rig: Rig) -> None
     assert rig.engines.directory.find(conversation) is None
     assert not await rig.engines.forget(conversation)
     await rig.settle()
+
+
+async def test_what_is_deleted_while_it_is_prefilled_is_not_kept(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its decode engine has not heard of the turn yet; the turn after it is kept."""
+    conversation, prompt = new_conversation(), some_tokens(100, 8001)
+    prefill = rig.engines.prefill
+
+    async def prefill_and_delete(request: GenerateRequest) -> Handover:
+        handover = await prefill(request)
+        assert not await rig.engines.forget(conversation)
+        return handover
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engines, "prefill", prefill_and_delete)
+        assert await rig.generate(make_request(prompt, conversation)) == rig.wanted(prompt)
+    assert rig.engines.directory.find(conversation) is None
+    await rig.settle()
+    await rig.generate(make_request(prompt, conversation))
+    assert rig.handle(conversation).tokens == 107
+    assert await rig.engines.forget(conversation)
+
+
+async def test_of_two_turns_that_end_at_once_the_one_that_is_kept_is_found(rig: Rig) -> None:
+    for seed in range(8100, 8108):
+        conversation = new_conversation()
+        prompts = [some_tokens(100, seed), some_tokens(100, seed + 50)]
+        requests = [make_request(prompt, conversation) for prompt in prompts]
+        handovers = [await rig.engines.prefill(request) for request in requests]
+        answers = await asyncio.gather(*map(rig.finish, requests, handovers))
+        assert answers == [rig.wanted(prompt) for prompt in prompts]
+        live = (await rig.decode.lease_counts()).live
+        assert [rig.handle(conversation).lease] == list(live)
+        assert await rig.engines.forget(conversation)
+        await rig.settle()
