@@ -188,11 +188,12 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
     over with `rule`: answers are close to exact ones, not the same. What the rule chooses is
     computed anew for each: beginnings of `k` tokens or pages; with `hkvd` those whose KV deviates
     most after a share `depth` of the layers, in runs of `run` tokens, until the rest deviates by
-    `left` or less on average (squared, of the keys' length), at most a share `ratio` of the shared
-    tokens; looked at for the whole round at once, or for each member by its `own`. The defaults of
-    `left` and `depth` were chosen with SmolLM2-135M, which with them stays within .02 nats of exact
-    answers on most recorded rounds, not all (`td-serve bench reuse --fidelity`): other models may
-    want others.
+    `left` or less on average (squared, of the keys' length); looked at for the whole round at once,
+    or for each member by its `own`. A round that wants more than a share `ratio` of the shared
+    tokens for that is prefilled exactly; with `left` 0 just that share is computed. The defaults of
+    `left`, `ratio` and `depth` were chosen with SmolLM2-135M, which with them stays within .02 nats
+    of exact answers on recorded rounds (`td-serve bench reuse --fidelity`): other models may want
+    others.
     """
 
     mode: Literal["exact", "blend"] = "exact"
@@ -200,7 +201,7 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
         "full", "none", "first_k", "first_pages", "hkvd", "first_k+hkvd", "first_pages+hkvd"
     ] = "first_k+hkvd"
     k: NonNegative = 2
-    ratio: Share = 1.0
+    ratio: Share = 0.5
     left: NotNegative = 0.0015
     depth: Share = 0.2
     run: Positive = 1

@@ -342,8 +342,9 @@ class Rule(_Wire, frozen=True, kw_only=True):
 
     `k` is for the rules of beginnings. Those of deviation choose, by what is seen after a share
     `depth` of the layers, in runs of `run` tokens, until what is not chosen deviates by `left` or
-    less on average; at most a share `ratio` of the shared tokens. They choose for the whole group
-    at once, or for each member by its `own`.
+    less on average; where that takes more than a share `ratio` of the shared tokens, members are
+    prefilled alone. With `left` 0 that share is chosen. They choose for the whole group at once,
+    or for each member by its `own`.
     """
 
     name: RuleName
@@ -428,7 +429,10 @@ class PassTokens(_Wire, frozen=True, kw_only=True):
 
 class PassResult(_Wire, tag="pass-result", frozen=True, kw_only=True):
     """By request id: what a pass has made ready to be loaded; and how many tokens of the canonical
-    sequence had to be computed for it."""
+    sequence had to be computed for it.
+
+    Members for whom the rule would compute too much are not among them.
+    """
 
     members: dict[str, PassTokens]
     canonical: int = 0

@@ -15,7 +15,8 @@ SCORED = 32
 class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
     """A rule against full recomputation, or as many tokens chosen `at_random`.
 
-    `chosen` is the share of shared tokens that are computed anew. Divergences are in nats, at the
+    `chosen` is the share of shared tokens that are computed anew, `alone` of how many members all:
+    the rule left them out. Divergences are in nats, at the
     first token of an answer and over 32; `top1_32` says how often the likeliest token is the same,
     `match_32` with how many tokens both greedy answers begin alike (None where none was decoded).
     Worst is a member's.
@@ -24,6 +25,7 @@ class Fidelity(msgspec.Struct, frozen=True, kw_only=True):
     preset: Preset
     at_random: bool
     chosen: float
+    alone: int = 0
     kl0_mean: float
     kl0_max: float
     kl32_mean: float
@@ -40,6 +42,7 @@ class Measured(msgspec.Struct):
     kl: list[list[float]] = msgspec.field(default_factory=list)
     same: list[list[float]] = msgspec.field(default_factory=list)
     chosen: list[float] = msgspec.field(default_factory=list)
+    alone: int = 0
     match: list[int] = msgspec.field(default_factory=list)
 
 
@@ -52,6 +55,7 @@ def fidelity(preset: Preset, at_random: bool, found: Measured) -> Fidelity:
         preset=preset,
         at_random=at_random,
         chosen=round(statistics.mean(found.chosen), 4),
+        alone=found.alone,
         kl0_mean=round(statistics.mean(first), 5),
         kl0_max=round(max(first), 5),
         kl32_mean=round(statistics.mean(means), 5),

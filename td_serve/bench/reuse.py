@@ -256,6 +256,7 @@ class _Bench:
             found.kl += score.kl
             found.same += score.same
             found.chosen.append(score.chosen)
+            found.alone += score.alone
         for preset in self._presets:
             salt = uuid.uuid4().hex
             self._warm(before, preset, salt)

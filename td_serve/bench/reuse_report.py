@@ -37,12 +37,24 @@ def _phases(row: Row) -> tuple[float, ...]:
 def fidelity_table(result: Result) -> Table:
     """Divergence from exact answers, by preset: mean, and worst of all members."""
     made = Table(title="against full recomputation, nats")
-    for name in ("preset", "anew", "KL0", "worst", "KL32", "worst", "top-1", "worst", "match"):
+    for name in (
+        "preset",
+        "anew",
+        "alone",
+        "KL0",
+        "worst",
+        "KL32",
+        "worst",
+        "top-1",
+        "worst",
+        "match",
+    ):
         made.add_column(name, justify="left" if name == "preset" else "right")
     for one in result.fidelity:
         made.add_row(
             f"{one.preset.value}, at random" if one.at_random else one.preset.value,
             f"{one.chosen:.0%}",
+            str(one.alone or ""),
             f"{one.kl0_mean:.4f}",
             f"{one.kl0_max:.4f}",
             f"{one.kl32_mean:.4f}",

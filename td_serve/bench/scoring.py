@@ -31,11 +31,15 @@ class Asked(msgspec.Struct, frozen=True):
 
 class Score(msgspec.Struct):
     """By member and token: the Kullback-Leibler divergence from full recomputation in nats, and 1
-    where the likeliest token is the same. `chosen` is the share of shared tokens computed anew."""
+    where the likeliest token is the same. `chosen` is the share of shared tokens computed anew.
+
+    Of `alone` members all are: the rule leaves them out.
+    """
 
     kl: list[list[float]]
     same: list[list[float]]
     chosen: float
+    alone: int
 
 
 class ScoringWorker(PassWorker):
@@ -63,21 +67,33 @@ def _score(
         chosen = _finish(passes.chooser.choose(one.rule, unsettled, canonical.kv, shared))
         return _at_random(chosen, shared) if one.at_random else chosen
 
-    def logprobs(chosen: list[Part]) -> torch.Tensor:
-        whole = [
-            replace(part, member=msgspec.structs.replace(part.member, token_ids=prompt))
-            for part, prompt in zip(chosen, prompts, strict=True)
-        ]
-        return _logits(passes, whole, canonical.kv, last).log_softmax(-1)
+    whole = {
+        member.request_id: msgspec.structs.replace(member, token_ids=prompt)
+        for member, prompt in zip(spec.members, prompts, strict=True)
+    }
+    places = {request_id: place for place, request_id in enumerate(whole)}
+    exact = parts(Asked(Rule(name=RuleName.FULL)))
 
-    wanted = logprobs(parts(Asked(Rule(name=RuleName.FULL))))
+    def logprobs(chosen: list[Part]) -> torch.Tensor:
+        """Of all members, [members, last, vocabulary]; exact of those that are not `chosen`."""
+        read = [replace(part, member=whole[part.member.request_id]) for part in chosen]
+        some = _logits(passes, read, canonical.kv, last).log_softmax(-1)
+        if chosen is exact:
+            return some
+        every = wanted.clone()
+        every[[places[part.member.request_id] for part in chosen]] = some
+        return every
+
+    wanted = logprobs(exact)
     scores = []
     for one in asked:
         chosen = parts(one)
-        found = logprobs(chosen)
-        kl = (wanted.exp() * (wanted - found)).sum(-1).view(len(prompts), last)
-        same = (wanted.argmax(-1) == found.argmax(-1)).float().view(len(prompts), last)
-        scores.append(Score(kl.tolist(), same.tolist(), _share_chosen(chosen)))
+        found = logprobs(chosen) if chosen else wanted
+        kl = (wanted.exp() * (wanted - found)).sum(-1)
+        same = (wanted.argmax(-1) == found.argmax(-1)).float()
+        alone = len(spec.members) - len(chosen)
+        share = (alone + _share_chosen(chosen) * len(chosen)) / len(spec.members)
+        scores.append(Score(kl.tolist(), same.tolist(), share, alone))
     return scores
 
 
@@ -91,11 +107,11 @@ def _at_random(parts: Sequence[Part], shared: Shared) -> list[Part]:
 
 def _share_chosen(parts: Sequence[Part]) -> float:
     chosen = [part.chosen[place] for part in parts for place in Shared(0, part.spans).places()]
-    return sum(chosen) / len(chosen)
+    return sum(chosen) / max(len(chosen), 1)
 
 
 def _logits(passes: Passes, parts: Sequence[Part], canonical: KV, last: int) -> torch.Tensor:
-    """Of each prompt's last tokens, [prompts * last, vocabulary]."""
+    """Of each prompt's last tokens, [prompts, last, vocabulary]."""
     found = []
     for batch in batches(parts, _MOST_ROWS):
         group = group_of(batch, canonical, passes.attention.block_size)
@@ -105,7 +121,7 @@ def _logits(passes: Passes, parts: Sequence[Part], canonical: KV, last: int) -> 
         logits = _finish(run_pass(passes.model, passes.attention, group)).logits
         assert logits is not None, "logits were asked for"
         found.append(logits)
-    return torch.cat(found)
+    return torch.cat(found).unflatten(0, (len(parts), last))
 
 
 def _finish(steps: Generator[None, None, T]) -> T:

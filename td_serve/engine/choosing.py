@@ -7,7 +7,7 @@ something shared that nobody before them has; for choices of their own, every on
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -32,27 +32,24 @@ class Chooser:
     def choose(
         self, rule: Rule, parts: Sequence[Part], canonical: KV, shared: Shared
     ) -> Generator[None, None, list[Part]]:
-        """The parts with what they compute anew; what they had chosen before does not count."""
+        """The parts with what they compute anew, without those for whom it would be too much; what
+        they had chosen before does not count."""
         named = recovery(rule, self._attention.block_size)
         layer = named.check_layer(self._model.layers)
         if layer is None:
-            chosen = named.chosen(shared)
-            return [replace(part, chosen=chosen) for part in parts]
+            return _choosing((part, named.chosen(shared)) for part in parts)
         if rule.own:
             found = yield from self._deviations(parts, canonical, layer, shared.tokens)
-            return [
-                replace(
-                    part,
-                    chosen=named.chosen(Shared(shared.tokens, part.spans, one.tolist())),
-                )
+            return _choosing(
+                (part, named.chosen(Shared(shared.tokens, part.spans, one.tolist())))
                 for part, one in zip(parts, found, strict=True)
-            ]
+            )
         some = _covering(parts)
         found = yield from self._deviations(some, canonical, layer, shared.tokens)
         has = torch.stack([_has(part.member, shared.tokens) for part in some])
         mean = torch.stack(found).sum(0) / has.sum(0).clamp(min=1)
         chosen = named.chosen(replace(shared, deviations=mean.tolist()))
-        return [replace(part, chosen=chosen) for part in parts]
+        return _choosing((part, chosen) for part in parts)
 
     def _deviations(
         self, parts: Sequence[Part], canonical: KV, layer: int, tokens: int
@@ -77,6 +74,11 @@ class Chooser:
                     deviations[piece.source : piece.source + piece.tokens] = far
                 found.append(deviations)
         return found
+
+
+def _choosing(choices: Iterable[tuple[Part, Sequence[bool] | None]]) -> list[Part]:
+    """The parts with their choices, without those that have none."""
+    return [replace(part, chosen=chosen) for part, chosen in choices if chosen is not None]
 
 
 def _covering(parts: Sequence[Part]) -> list[Part]:

@@ -17,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from td_serve.engine.restoring import ready_parameters
+from td_serve.engine.sparing import Sparing
 from td_serve.errors import Unavailable
 from td_serve.tasks import Tasks
 from td_serve.types import (
@@ -24,6 +25,7 @@ from td_serve.types import (
     MemberPass,
     PassResult,
     PassSpec,
+    PassTokens,
     RequestId,
     pack,
     unpack,
@@ -67,6 +69,7 @@ class RoundPasses:
         self._slice_s = slice_s
         self._turn = asyncio.Lock()
         self._tasks = Tasks()
+        self._sparing = Sparing()
         self._is_asked = False
         self.known_why: str | None = None
         """Why there are no passes, once it has been asked."""
@@ -87,9 +90,10 @@ class RoundPasses:
     async def make(self, spec: PassSpec, name: str) -> dict[RequestId, Made]:
         """Run a pass; by member what it has made. `name` says which it is, for the log.
 
-        Empty where it failed, or there are none: then all is computed. Raises Unavailable.
+        Who is not there is prefilled alone: the pass failed, or there are none, or too much of what
+        it took over would have to be computed anew. Raises Unavailable.
         """
-        if await self.why_none() is not None:
+        if await self.why_none() is not None or self._sparing.spares(spec.canonical.key):
             return {}
         async with self._turn:
             try:
@@ -104,7 +108,20 @@ class RoundPasses:
                     error,
                 )
                 return {}
-        return {member.request_id: _made(member, result) for member in spec.members}
+        self._sparing.learn(spec.canonical.key, was_for_nothing=not result.members)
+        if alone := len(spec.members) - len(result.members):
+            log.info(
+                "%s: %d of %d members are prefilled alone: too much of what they share would have "
+                "to be computed anew",
+                name,
+                alone,
+                len(spec.members),
+            )
+        return {
+            member.request_id: _made(member, result.members[member.request_id])
+            for member in spec.members
+            if member.request_id in result.members
+        }
 
     async def mirrors(self) -> int:
         """For how many members the engine keeps what passes have made."""
@@ -160,8 +177,7 @@ class RoundPasses:
             call.cancel()
 
 
-def _made(member: MemberPass, result: PassResult) -> Made:
-    counted = result.members[member.request_id]
+def _made(member: MemberPass, counted: PassTokens) -> Made:
     return Made(
         name=member.request_id,
         tokens=member.token_ids,

@@ -6,6 +6,7 @@ rule names the shared tokens that are computed anew, where they stand, to recove
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,16 +40,23 @@ class Recovery(Protocol):
         """At which of a model's layers deviations are looked at; None when they are not."""
         ...
 
-    def chosen(self, shared: Shared) -> list[bool]:
-        """Of each of the canonical sequence's tokens: whether members compute it."""
+    def chosen(self, shared: Shared) -> list[bool] | None:
+        """Of each of the canonical sequence's tokens: whether members compute it.
+
+        None where that would be more than the rule allows: then nothing shall be taken over.
+        """
         ...
 
 
-class Settled:
-    """A rule that looks at nothing that is computed."""
+class Settled(abc.ABC):
+    """A rule that looks at nothing that is computed, and always chooses."""
 
     def check_layer(self, layers: int) -> int | None:
         return None
+
+    @abc.abstractmethod
+    def chosen(self, shared: Shared) -> list[bool]:
+        """See `Recovery`."""
 
 
 def mask(shared: Shared, places: Sequence[int]) -> list[bool]:

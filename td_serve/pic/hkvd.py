@@ -11,18 +11,19 @@ fixed share of the tokens: some texts need a tenth of it, others half.
 
 from __future__ import annotations
 
-from td_serve.pic.base import Recovery, Shared, mask
+from td_serve.pic.base import Settled, Shared, mask
 
 
 class HighestDeviation:
     """Those that deviate most, in runs of `run` tokens: as many as it takes until the others
-    deviate by `left` or less, averaged over all shared tokens; at most a share `ratio` of them.
+    deviate by `left` or less, averaged over all shared tokens. Where that is more than a share
+    `ratio` of them, nothing is chosen. Without such a goal (`left` 0) it is that share.
 
     `first` is a rule whose choice comes first and counts, even where it is more than that.
     """
 
     def __init__(
-        self, *, ratio: float, left: float, depth: float, run: int, first: Recovery | None
+        self, *, ratio: float, left: float, depth: float, run: int, first: Settled | None
     ) -> None:
         self._ratio = ratio
         self._left = left
@@ -34,8 +35,10 @@ class HighestDeviation:
         # Layer 0 sees a token and nothing else: there is no deviation.
         return min(max(1, round(self._depth * layers)), layers - 1)
 
-    def chosen(self, shared: Shared) -> list[bool]:
+    def chosen(self, shared: Shared) -> list[bool] | None:
         places = shared.places()
+        goal = self._left * len(places)
+        is_too_much = False
         made = mask(shared, ()) if self._first is None else self._first.chosen(shared)
         budget = round(self._ratio * len(places)) - sum(made)
         left = sum(shared.deviations[place] for place in places if not made[place])
@@ -46,13 +49,14 @@ class HighestDeviation:
 
         # Of equals the earlier one, on every rank alike.
         for number in sorted(range(len(runs)), key=lambda number: (-deviation(number), number)):
-            if left <= self._left * len(places):
+            if left <= goal:
                 break
             more = [place for place in runs[number] if not made[place]]
             if len(more) > budget:
+                is_too_much = goal > 0
                 continue
             budget -= len(more)
             left -= sum(shared.deviations[place] for place in more)
             for place in more:
                 made[place] = True
-        return made
+        return None if is_too_much and left > goal else made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from td_serve.pic.base import Recovery
+from td_serve.pic.base import Recovery, Settled
 from td_serve.pic.first import FirstPages, FirstTokens
 from td_serve.pic.full import Full
 from td_serve.pic.hkvd import HighestDeviation
@@ -13,7 +13,7 @@ from td_serve.types import Rule, RuleName
 def recovery(rule: Rule, page_tokens: int) -> Recovery:
     """The rule itself. `page_tokens` is the engine's block size."""
 
-    def deviating(first: Recovery | None) -> Recovery:
+    def deviating(first: Settled | None) -> Recovery:
         return HighestDeviation(
             ratio=rule.ratio, left=rule.left, depth=rule.depth, run=rule.run, first=first
         )

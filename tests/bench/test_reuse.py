@@ -61,22 +61,28 @@ def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) ->
     out, picture, model = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "tiny"
     write_random(model, like="llama", layers=3, kv_heads=2, head_dim=64)
     command = ["bench", "reuse", "--model", str(model), "--trace", str(VILLAGE)]
-    command += ["--first", "2", "--presets", "td,hkvd,none,full", "--fidelity"]
+    command += ["--first", "2", "--presets", "first_k,td,hkvd,none,full", "--fidelity"]
     command += ["--window", "2048", "--plot", str(picture)]
     # A process of its own: an engine that ends in this one would take the others along.
     program = Path(sys.executable).with_name("td-serve")
     subprocess.run([program, *command, "--json", out], check=True, timeout=300)
     report = json.loads(out.read_text("utf-8"))
     ways = {one["way"] for one in report["rows"]["speed"]}
-    assert ways == {"vllm", "shared_first", "td", "hkvd", "none", "full", "serial td"}
+    presets = {"first_k", "td", "hkvd", "none", "full"}
+    assert ways == {"vllm", "shared_first", *presets, "serial first_k"}
     assert picture.read_bytes().startswith(b"\x89PNG")
+    (chosen,) = (row for row in report["rows"]["speed"] if row["way"] == "td")
+    assert chosen["blended"] == 0, "random weights: nearly everything deviates"
     for row in report["rows"]["speed"]:
         phases = sum(row[f"{name}_s"] for name in ("canonical", "choice", "rows", "restore"))
         assert (phases > 0) == (row["way"] not in ("vllm", "shared_first"))
         assert phases + row["suffix_s"] == pytest.approx(row["seconds"], abs=0.01)
     found = report["rows"]["fidelity"]
     by_preset = {one["preset"]: one for one in found if not one["at_random"]}
-    assert {one["preset"] for one in found if one["at_random"]} == {"td", "hkvd"}
+    assert {one["preset"] for one in found if one["at_random"]} == {"first_k", "td", "hkvd"}
+    assert by_preset["td"]["alone"] > 0
+    assert by_preset["td"]["chosen"] == 1.0
+    assert by_preset["td"]["kl0_max"] == 0.0
     assert by_preset["hkvd"]["chosen"] == pytest.approx(0.15, abs=0.02)
     assert by_preset["full"]["match_32_min"] == 32
     assert by_preset["full"]["kl0_max"] <= 1e-6
@@ -93,11 +99,20 @@ def test_a_transcript_shares_what_was_said_in_every_round(tmp_path: Path) -> Non
     out, model = tmp_path / "out.json", tmp_path / "tiny"
     write_random(model, like="llama", layers=3, kv_heads=2, head_dim=64)
     command = ["bench", "reuse", "--model", str(model), "--trace", str(VILLAGE)]
-    command += ["--first", "3", "--presets", "td", "--layout", "transcript", "--window", "4096"]
+    command += [
+        "--first",
+        "3",
+        "--presets",
+        "first_k",
+        "--layout",
+        "transcript",
+        "--window",
+        "4096",
+    ]
     program = Path(sys.executable).with_name("td-serve")
     subprocess.run([program, *command, "--json", out], check=True, timeout=300)
     report = json.loads(out.read_text("utf-8"))
-    (row,) = [one for one in report["rows"]["speed"] if one["way"] == "td"]
+    (row,) = [one for one in report["rows"]["speed"] if one["way"] == "first_k"]
     assert row["blended"] > 1
     tokens = report["summary"]["tokens"]
     assert tokens["reused"] > 0

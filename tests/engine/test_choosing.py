@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from td_serve.engine.choosing import Chooser
@@ -158,3 +159,22 @@ def test_a_kept_history_gives_the_same_choice(engine: Engine) -> None:
 
     computed, kept = engine.in_worker(work)
     assert computed == kept
+
+
+def test_whom_too_much_would_have_to_be_computed_for_is_left_out(engine: Engine) -> None:
+    """With a goal, by choices of their own: who reads it as it was computed goes on alone."""
+    same = Prompt(5, 0, 0, 0)
+    same.ids = [*CANONICAL]
+    same.pieces = [Piece(start=start, tokens=count, source=start) for start, count in SEGMENTS]
+    rule = msgspec.structs.replace(OWN, ratio=0.0, left=1e-6)
+
+    def work(model: VllmModel, attention: PagedAttention) -> list[list[bool]]:
+        chooser = Chooser(model, attention, 9999)
+        kv = canonical(model, attention)
+        asked = [*ALL, part(same)]
+        alone = finish(chooser.choose(rule, asked, kv, SHARED))
+        assert [one.member.token_ids for one in alone] == [same.ids]
+        group = msgspec.structs.replace(rule, own=False)
+        return [list(one.chosen) for one in finish(chooser.choose(group, asked, kv, SHARED))]
+
+    assert engine.in_worker(work) == []

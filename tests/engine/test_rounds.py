@@ -320,3 +320,30 @@ async def test_a_model_that_no_pass_computes_is_served_exactly(
     finally:
         engines.close()
     assert "exception was never retrieved" not in caplog.text
+
+
+async def test_a_round_that_wants_most_of_it_anew_is_served_exactly_and_so_is_the_next(
+    engines: LocalEngines, oracle: Oracle
+) -> None:
+    """A pass finds out, and leaves nothing; the round after it makes no pass at all."""
+    rule = Rule(name=RuleName.HKVD, ratio=0.0, left=1e-6, depth=0.5)
+    shared = Shared(seed=30)
+    llm = engines.hosts[0]._llm
+    asked: list[str] = []
+    ask = llm.collective_rpc
+
+    async def counted(method: str, *args: Any, **kwargs: Any) -> Any:
+        asked.append(method)
+        return await ask(method, *args, **kwargs)
+
+    llm.collective_rpc = counted
+    try:
+        for begun in (1, 1, 2):
+            members = [shared.member(history, 100 * history + 30) for history in (33, 64)]
+            answers, handovers = await play(engines, round_of(shared, members, rule))
+            assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+            assert not any(map(is_blended, handovers.values()))
+            assert asked.count("td_begin") == begun
+            assert await engines.hosts[0].mirrors() == 0
+    finally:
+        llm.collective_rpc = ask

@@ -30,6 +30,7 @@ def chosen(
 ) -> list[bool]:
     tokens = spans[-1].start + spans[-1].tokens if spans else HEADER
     mask = recovery(rule, page_tokens).chosen(Shared(tokens, spans, deviations))
+    assert mask is not None
     assert len(mask) == tokens
     return mask
 
@@ -96,6 +97,20 @@ def test_as_many_are_chosen_as_it_takes_and_none_more(
     assert rest(found) <= left * len(every) + close
     if found:  # without the least of them it would have been too little
         assert rest(found[1:]) > left * len(every) - close
+
+
+@given(segments(), ratios, st.floats(0.001, 3), some_deviations)
+def test_where_a_goal_takes_more_than_the_ratio_nothing_is_chosen(
+    spans: list[Span], ratio: float, left: float, deviations: list[float]
+) -> None:
+    tokens = spans[-1].start + spans[-1].tokens if spans else HEADER
+    shared = Shared(tokens, spans, deviations)
+    enough = chosen(spans, Rule(name=RuleName.HKVD, ratio=1.0, left=left), 4, deviations)
+    found = recovery(Rule(name=RuleName.HKVD, ratio=ratio, left=left), 4).chosen(shared)
+    if sum(enough) <= round(ratio * len(places(spans))):
+        assert found == enough
+    else:
+        assert found is None
 
 
 @given(segments(), ratios, some_deviations, st.integers(2, 5))
