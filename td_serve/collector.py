@@ -22,6 +22,7 @@ from td_serve.tenants import sim_of
 from td_serve.types import (
     AgentId,
     AgentOutput,
+    Canonical,
     GenerateRequest,
     MemberPass,
     MemberPlan,
@@ -31,6 +32,7 @@ from td_serve.types import (
     Placement,
     RoundPlan,
     RoundRecord,
+    SegmentKey,
     SessionId,
     Source,
 )
@@ -150,6 +152,8 @@ class Session:
     def __init__(self, sim: SessionId, rounds_kept: int) -> None:
         self.sim = sim
         self.rounds: OrderedDict[int, Round] = OrderedDict()
+        self._shared: tuple[int, SegmentKey] | None = None
+        """How many tokens the last canonical sequence had, and which."""
         self._rounds_kept = rounds_kept
         self._implicit_open: Round | None = None
         self._known_agents: set[AgentId] = set()
@@ -217,6 +221,17 @@ class Session:
         opened = self._open(membership.round, membership.n_agents, now, patience_s)
         opened.deadline_ms = membership.deadline_ms
         return opened
+
+    def share(self, canonical: Canonical) -> bool:
+        """A round's members share this. Says whether it is what they shared before, and more.
+
+        Mutates: it is what they have shared last.
+        """
+        tokens = canonical.token_ids
+        before, self._shared = self._shared, (len(tokens), key((), tokens))
+        if before is None or before[0] >= len(tokens):
+            return False
+        return before == (before[0], key((), tokens[: before[0]]))
 
     def leave(self, round_: Round, member: Member) -> None:
         """A member that was still waiting is gone; its agent may join again.

@@ -194,6 +194,9 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
     `left`, `ratio` and `depth` were chosen with SmolLM2-135M, which with them stays within .02 nats
     of exact answers on recorded rounds (`td-serve bench reuse --fidelity`): other models may want
     others.
+
+    `ahead` has what a round puts out computed for the next one before that comes, where a prefill
+    replica has nothing else to do: as if its prompts were laid out like the last ones.
     """
 
     mode: Literal["exact", "blend"] = "exact"
@@ -206,6 +209,7 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
     depth: Share = 0.2
     run: Positive = 1
     own: bool = False
+    ahead: bool = True
 
     def as_rule(self) -> Rule:
         """The rule, for a plan."""

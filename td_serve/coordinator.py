@@ -28,16 +28,20 @@ from td_serve.errors import BadRequest, RequestError, RoundConflict, Unavailable
 from td_serve.metrics import Metrics
 from td_serve.quotes import Quotes
 from td_serve.reuse import ALL_EXACT, Reuse, plan_reuse
+from td_serve.tasks import Tasks
 from td_serve.tenants import sim_of
 from td_serve.types import (
     AgentId,
     AgentOutput,
+    Canonical,
     Delta,
+    Forecast,
     GenerateRequest,
     Handover,
     Membership,
     RoundPrefill,
     RoundRecord,
+    Said,
     SessionId,
 )
 
@@ -62,6 +66,7 @@ class RoundCoordinator:
         self._handovers: dict[int, asyncio.Future[Handover | None]] = {}
         self._conductors: set[asyncio.Task[None]] = set()
         self._progress = asyncio.Event()
+        self._ahead = Tasks()
         self.configure(settings)
 
     def configure(self, settings: CoordinatorSettings) -> None:
@@ -155,6 +160,7 @@ class RoundCoordinator:
         """Wait until no round is under way and no release is pending."""
         while self._conductors:
             await asyncio.wait(self._conductors)
+        await self._ahead.drain()
         await self._dispatcher.drain()
 
     # ---------------------------------------------------------------- joining and leaving
@@ -293,6 +299,8 @@ class RoundCoordinator:
         )
         if not work.requests:
             return
+        if self._settings.reuse.ahead:
+            self._foresee(round_, reuse)
         try:
             done = self._dispatcher.engines.prefill_round(work)
             async with contextlib.aclosing(done):
@@ -327,6 +335,44 @@ class RoundCoordinator:
         session = self._sessions.get(round_.sim)
         others = [] if session is None else [r for r in session.rounds.values() if r is not round_]
         return [output.token_ids for other in others for output in other.record().outputs]
+
+    def _foresee(self, round_: Round, reuse: Reuse) -> None:
+        """Have what the round puts out prepared for the next one, where the members of this one
+        share what was put out before it."""
+        session = self._sessions.get(round_.sim)
+        if session is None or len(reuse.passes) != 1:
+            return
+        (spec,) = reuse.passes
+        grows = session.share(spec.canonical)
+        before = session.rounds.get(round_.number - 1)
+        if before is not None:
+            self._ahead.run(self._prepare(round_, before.record(), spec.canonical, grows))
+
+    async def _prepare(
+        self, round_: Round, before: RoundRecord, last: Canonical, grows: bool
+    ) -> None:
+        """Tell a prefill replica what the round puts out, as it comes; more when it has heard."""
+        told = 0
+        is_finished = False
+        while not is_finished:
+            progress, is_finished = self._progress, round_.is_finished
+            now = {output.agent: output.text for output in round_.record().outputs}
+            pending = set(round_.pending)
+            said = [
+                Said(
+                    before=output.text,
+                    now=now.get(output.agent, None if output.agent in pending else ""),
+                )
+                for output in before.outputs
+            ]
+            known = sum(one.now is not None for one in said)
+            if known > told:
+                told = known
+                await self._dispatcher.engines.prepare(
+                    Forecast(sim=round_.sim, last=last, grows=grows, said=said)
+                )
+            elif not is_finished:
+                await progress.wait()
 
     def _hand_to(self, member: Member, handover: Handover | None) -> None:
         """Give a member its prefill; if it has left or has one already, give the prefill up."""

@@ -24,6 +24,7 @@ from td_serve.metrics import Metrics
 from td_serve.tasks import Tasks
 from td_serve.types import (
     Delta,
+    Forecast,
     GenerateRequest,
     Handover,
     MemberHandover,
@@ -45,6 +46,11 @@ class Engines(Protocol):
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         """Compute a round's prompts on one prefill replica; members come as they get ready."""
+        ...
+
+    async def prepare(self, forecast: Forecast) -> None:
+        """Have what a session's next round will share computed where it will be wanted, if that is
+        known, and nothing else is to be done there. May raise Unavailable."""
         ...
 
     async def cancel_member(self, request_id: RequestId) -> None:

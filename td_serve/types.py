@@ -406,11 +406,34 @@ class MemberPass(_Wire, frozen=True, kw_only=True):
 
 
 class PassSpec(_Wire, tag="pass", frozen=True, kw_only=True):
-    """A collective pass: the members of one round, prefilled as one."""
+    """A collective pass: the members of one round, prefilled as one.
+
+    Without members it leaves the canonical sequence's KV, for a pass that is to come.
+    """
 
     canonical: Canonical
     rule: Rule
     members: list[MemberPass]
+
+
+class Said(_Wire, frozen=True, kw_only=True):
+    """What an agent put out `before`, and what `now`: None while it is not known."""
+
+    before: str
+    now: str | None
+
+
+class Forecast(_Wire, tag="forecast", frozen=True, kw_only=True):
+    """What tells of a session's next round, before it comes (`foresight`).
+
+    `last` is the canonical sequence of the round under way, which shares what was said `before` in
+    one order; with `grows` it had the one before it within it.
+    """
+
+    sim: SessionId
+    last: Canonical
+    grows: bool
+    said: list[Said]
 
 
 class PassTokens(_Wire, frozen=True, kw_only=True):
@@ -484,6 +507,7 @@ Message = (
     | Registered
     | PassSpec
     | PassResult
+    | Forecast
 )
 M = TypeVar("M", bound=Message)
 

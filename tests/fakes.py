@@ -27,6 +27,7 @@ from td_serve.types import (
     AgentId,
     ChoiceDelta,
     Delta,
+    Forecast,
     GenerateRequest,
     Handle,
     Handover,
@@ -57,6 +58,8 @@ class Point(enum.Enum):
     OUTPUT = "output"
     """In `decode`, before each output."""
     RELEASE = "release"
+    PREPARE = "prepare"
+    """In `prepare`, by the session's name."""
 
 
 class Pin(enum.Enum):
@@ -98,6 +101,8 @@ class FakeEngines:
         """Breaches of the contract by the caller."""
         self.cancelled: list[RequestId] = []
         """Members that `cancel_member` was called for."""
+        self.forecasts: list[Forecast] = []
+        """What `prepare` was told."""
         self._failures: dict[tuple[Point, str], deque[RequestError]] = defaultdict(deque)
         self._always: dict[tuple[Point, str], RequestError] = {}
         self._gates: dict[tuple[Point, str], Gate] = {}
@@ -167,6 +172,11 @@ class FakeEngines:
                     yield MemberHandover(request_id=request.request_id, error=error.message)
                 else:
                     yield MemberHandover(request_id=request.request_id, handover=self._pin(request))
+
+    async def prepare(self, forecast: Forecast) -> None:
+        self.forecasts.append(forecast)
+        with self._call("prepare", f"{forecast.sim}"):
+            await self._pass(Point.PREPARE, forecast.sim)
 
     async def cancel_member(self, request_id: RequestId) -> None:
         """Books the call; the member's prefill goes on, as it does when the call comes late."""

@@ -139,6 +139,75 @@ async def test_members_of_a_pass_and_those_who_are_in_none_are_told_apart() -> N
     await rig.end()
 
 
+def listening(number: int) -> list[GenerateRequest]:
+    """A round's members, who have all read the same after a beginning of their own."""
+    heard = [100 * number + place for place in range(4)]
+    return [
+        msgspec.structs.replace(one, prompt_token_ids=[at, *heard, 200 + at], cuts=[1, 5])
+        for at, one in enumerate(trio(number))
+    ]
+
+
+async def test_what_a_round_puts_out_is_told_as_it_comes_for_the_next_one() -> None:
+    rig = Rig(reuse=ReuseSettings(mode="blend", rule="none"))
+    first, second = listening(1), listening(2)
+    await rig.play_all(*first)
+    assert rig.engines.forecasts == [], "nothing was said before"
+    slow = next(one for one in second if "/ada/" in one.request_id)
+    gate = rig.engines.hold(Point.OUTPUT, slow.request_id)
+    tasks = [rig.start(request) for request in second]
+    await gate.reached.wait()
+    await settle()
+    early = rig.engines.forecasts[-1]
+    gate.opened.set()
+    await asyncio.gather(*tasks)
+    await rig.end()
+    late = rig.engines.forecasts[-1]
+    said = {one.request_id.split("/")[2]: answer(one) for one in (*first, *second)}
+    before = {one.request_id.split("/")[2]: answer(one) for one in first}
+    assert {one.before: one.now for one in late.said} == {
+        before[agent]: said[agent] for agent in before
+    }
+    assert {one.before: one.now for one in early.said} == {
+        before[agent]: said[agent] if agent != "ada" else None for agent in before
+    }
+    (spec,) = rig.engines.rounds[1].passes
+    assert (late.sim, late.last, late.grows) == (VILLAGE, spec.canonical, False)
+
+
+async def test_a_transcript_is_told_to_grow_and_an_engine_that_is_lost_changes_nothing() -> None:
+    rig = Rig(reuse=ReuseSettings(mode="blend", rule="none"))
+    rig.engines.fail(Point.PREPARE, VILLAGE, GONE, always=True)
+    for number in range(3):
+        members = listening(1)
+        if number == 2:
+            members = [
+                msgspec.structs.replace(
+                    one,
+                    prompt_token_ids=[*one.prompt_token_ids[:5], 300, 301, 302, 303, 9],
+                    cuts=[1, 5, 9],
+                )
+                for one in members
+            ]
+        requests = [
+            msgspec.structs.replace(
+                member, request_id=request.request_id, membership=request.membership
+            )
+            for member, request in zip(members, trio(number), strict=True)
+        ]
+        assert await rig.play_all(*requests) == [answer(request) for request in requests]
+    await rig.end()
+    assert [one.grows for one in rig.engines.forecasts] == [False, True]
+
+
+async def test_nothing_is_told_where_it_is_not_wanted() -> None:
+    rig = Rig(reuse=ReuseSettings(mode="blend", rule="none", ahead=False))
+    for number in (1, 2):
+        await rig.play_all(*listening(number))
+    assert rig.engines.forecasts == []
+    await rig.end()
+
+
 @pytest.mark.parametrize("leaving", [1, 3])
 async def test_a_member_that_leaves_while_its_round_is_planned_is_not_prefilled(
     leaving: int, monkeypatch: pytest.MonkeyPatch

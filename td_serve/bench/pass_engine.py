@@ -72,6 +72,11 @@ class PassEngine:
         """Every member as an ordinary request."""
         return self._answer(round_, dict.fromkeys(map(str, round_), salt), {}, max_tokens)
 
+    def prepare(self, reuse: Reuse) -> None:
+        """Compute what the members of a round share, before it comes."""
+        for spec in reuse.passes:
+            self._run(msgspec.structs.replace(spec, members=[]))
+
     def play_passes(
         self, round_: Round, reuse: Reuse, salt: str, together: bool, max_tokens: int = 1
     ) -> Played:

@@ -20,7 +20,7 @@ from td_serve.bench.pass_engine import PassEngine, Played
 from td_serve.bench.presets import Preset
 from td_serve.bench.trace_rounds import Prompts, Round
 from td_serve.errors import TdServeError
-from td_serve.reuse import plan_reuse
+from td_serve.reuse import Reuse, plan_reuse
 from td_serve.segments import alike
 from td_serve.sim.layouts import Layout
 from td_serve.sim.trace import read_trace
@@ -80,10 +80,14 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The first preset, against the other ways; None where it was not measured."""
+    """The first preset, against the other ways; None where it was not measured.
+
+    `ahead` is where what is shared was computed before the round came: in a pause after the last.
+    """
 
     preset: Preset
     speedup_vs_vllm: float | None = None
+    speedup_vs_vllm_ahead: float | None = None
     speedup_vs_serial: float | None = None
     speedup_vs_shared_first: float | None = None
     over_floor: float | None = None
@@ -109,6 +113,11 @@ VLLM, SHARED_FIRST = "vllm", "shared_first"
 def serial(preset: Preset) -> str:
     """The name of the way that plays a preset member by member."""
     return f"serial {preset.value}"
+
+
+def ahead(preset: Preset) -> str:
+    """The name of the way that plays a preset when what is shared has been prepared."""
+    return f"{preset.value} ahead"
 
 
 def bench_reuse(options: Options, say: Callable[[str], None]) -> Result:
@@ -215,12 +224,16 @@ class _Bench:
 
             return play
 
-        def blended(preset: Preset, *, together: bool) -> Callable[[], Played]:
+        def blended(
+            preset: Preset, *, together: bool = True, ahead: bool = False
+        ) -> Callable[[], Played]:
             def play() -> Played:
                 salt = uuid.uuid4().hex
                 self._warm(before, preset, salt)
+                if ahead:
+                    self._engine.prepare(self._plan(round_, preset, salt))
                 played = self._blend(round_, preset, salt, together=together)
-                if together and preset is self._presets[0]:
+                if together and not ahead and preset is self._presets[0]:
                     self.tokens.append(_counted(played))
                 return played
 
@@ -229,7 +242,8 @@ class _Bench:
         return [
             (VLLM, plain(before, round_)),
             (SHARED_FIRST, plain(*shared_first)),
-            *((preset.value, blended(preset, together=True)) for preset in self._presets),
+            *((preset.value, blended(preset)) for preset in self._presets),
+            (ahead(self._presets[0]), blended(self._presets[0], ahead=True)),
             (serial(self._presets[0]), blended(self._presets[0], together=False)),
         ]
 
@@ -278,9 +292,12 @@ class _Bench:
         together: bool = True,
         max_tokens: int = 1,
     ) -> Played:
-        sim = SessionId(f"{self._sim}-{salt}")
-        reuse = plan_reuse(sim, round_, preset.rule, _head(round_))
+        reuse = self._plan(round_, preset, salt)
         return self._engine.play_passes(round_, reuse, salt, together, max_tokens)
+
+    def _plan(self, round_: Round, preset: Preset, salt: str) -> Reuse:
+        sim = SessionId(f"{self._sim}-{salt}")
+        return plan_reuse(sim, round_, preset.rule, _head(round_))
 
 
 def _head(round_: Round) -> list[int]:
@@ -319,20 +336,21 @@ def summarise(
     for row in rows:
         seconds[row.way] = seconds.get(row.way, 0.0) + row.seconds
         computed[row.way] = computed.get(row.way, 0) + row.computed
-    ours = seconds.get(preset.value)
     close = next((one for one in found if one.preset is preset and not one.at_random), None)
 
-    def against(way: str) -> float | None:
-        return round(seconds[way] / ours, 3) if ours and way in seconds else None
+    def against(way: str, ours: str = preset.value) -> float | None:
+        both = way in seconds and ours in seconds
+        return round(seconds[way] / seconds[ours], 3) if both else None
 
     over_floor = None
-    if ours:
+    if preset.value in seconds:
         # What is new by any way, at the rate of the engine's own prefill.
         floor = (computed[preset.value] - selected) * seconds[VLLM] / computed[VLLM]
-        over_floor = round(ours / floor, 3)
+        over_floor = round(seconds[preset.value] / floor, 3)
     return Summary(
         preset=preset,
         speedup_vs_vllm=against(VLLM),
+        speedup_vs_vllm_ahead=against(VLLM, ahead(preset)),
         speedup_vs_serial=against(serial(preset)),
         speedup_vs_shared_first=against(SHARED_FIRST),
         over_floor=over_floor,

@@ -31,6 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from td_serve.config import ConversationConfig, EngineConfig, NixlConfig
 from td_serve.engine.arguments import Role, engine_arguments, environment, transfer_arguments
 from td_serve.engine.codec import decode_sampling, to_delta
+from td_serve.engine.foreseeing import Foreseeing
 from td_serve.engine.gauges import Gauges
 from td_serve.engine.generation import generate
 from td_serve.engine.keeping import Keeping, LeaseSocket, Place
@@ -49,6 +50,7 @@ from td_serve.types import (
     ConversationKey,
     Delta,
     Epoch,
+    Forecast,
     GenerateRequest,
     Handle,
     Handover,
@@ -113,6 +115,7 @@ class EngineHost:
         self._keeping = None if leases is None else Keeping(leases, place, self._wake)
         self._passes = RoundPasses(llm, _SLICE_S)
         self._members = Members(self.prefill, self._prefill, self._passes)
+        self._foreseeing = Foreseeing(self._passes, llm.renderer.tokenizer)
 
     @classmethod
     def start(
@@ -235,6 +238,12 @@ class EngineHost:
     def cancel_member(self, request_id: RequestId) -> None:
         """Abort a member of a round under way, if this engine has it."""
         self._members.cancel(request_id)
+
+    async def prepare(self, forecast: Forecast) -> None:
+        """Compute what a next round will share, as far as it can be told, unless there is something
+        else to do. Raises Unavailable."""
+        if not self._gauges.running and not self._gauges.waiting:
+            await self._foreseeing.prepare(forecast)
 
     async def why_no_passes(self) -> str | None:
         """Why members of rounds are prefilled one by one here, whatever a plan says; None if they
@@ -416,7 +425,7 @@ class EngineHost:
         """Stop the engine's process and give the port back. Call once."""
         self._llm.shutdown()
         # vLLM shuts down once more when collected, too late at interpreter exit.
-        del self._llm, self._passes, self._members
+        del self._llm, self._passes, self._members, self._foreseeing
         if self._keeping is not None:
             self._keeping.close()
         self._port.release()

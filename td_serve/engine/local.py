@@ -14,6 +14,7 @@ from td_serve.engine.host import EngineHost
 from td_serve.types import (
     ConversationKey,
     Delta,
+    Forecast,
     GenerateRequest,
     Handover,
     MemberHandover,
@@ -78,6 +79,9 @@ class LocalEngines:
         }
         work = msgspec.structs.replace(work, handles=handles)
         return next(self._prefill).prefill_round(work)
+
+    async def prepare(self, forecast: Forecast) -> None:
+        await self.hosts[0].prepare(forecast)
 
     async def cancel_member(self, request_id: RequestId) -> None:
         for host in self.hosts:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,12 +22,15 @@ from td_serve.engine.sparing import Sparing
 from td_serve.errors import Unavailable
 from td_serve.tasks import Tasks
 from td_serve.types import (
+    Canonical,
     GenerateRequest,
     MemberPass,
     PassResult,
     PassSpec,
     PassTokens,
     RequestId,
+    Rule,
+    RuleName,
     pack,
     unpack,
 )
@@ -57,6 +61,14 @@ class Made(msgspec.Struct, frozen=True):
         return f"round:{self.name}:{request.cache_salt or ''}"
 
 
+@dataclass(frozen=True)
+class _Preparing:
+    """A canonical sequence under way, by its key."""
+
+    session: str
+    task: asyncio.Future[PassResult]
+
+
 class RoundPasses:
     """The passes of one engine, one after the other.
 
@@ -70,6 +82,7 @@ class RoundPasses:
         self._turn = asyncio.Lock()
         self._tasks = Tasks()
         self._sparing = Sparing()
+        self._preparing: _Preparing | None = None
         self._is_asked = False
         self.known_why: str | None = None
         """Why there are no passes, once it has been asked."""
@@ -95,6 +108,8 @@ class RoundPasses:
         """
         if await self.why_none() is not None or self._sparing.spares(spec.canonical.key):
             return {}
+        if self._preparing is not None and self._preparing.session != spec.canonical.key:
+            self._preparing.task.cancel()
         async with self._turn:
             try:
                 result = await self._run(spec)
@@ -108,6 +123,12 @@ class RoundPasses:
                     error,
                 )
                 return {}
+        log.info(
+            "%s: of %d tokens in one order for all, %d were computed",
+            name,
+            len(spec.canonical.token_ids),
+            result.canonical,
+        )
         self._sparing.learn(spec.canonical.key, was_for_nothing=not result.members)
         if alone := len(spec.members) - len(result.members):
             log.info(
@@ -122,6 +143,30 @@ class RoundPasses:
             for member in spec.members
             if member.request_id in result.members
         }
+
+    async def prepare(self, canonical: Canonical) -> None:
+        """Compute a canonical sequence for a pass that is to come, unless one is under way.
+
+        A pass of another session puts an end to it. Raises Unavailable.
+        """
+        if await self.why_none() is not None or self._turn.locked():
+            return
+        spec = PassSpec(canonical=canonical, rule=Rule(name=RuleName.NONE), members=[])
+        async with self._turn:
+            running = asyncio.ensure_future(self._run(spec))
+            self._preparing = _Preparing(canonical.key, running)
+            try:
+                await asyncio.wait({running})
+            finally:
+                self._preparing = None
+                running.cancel()
+                (ended,) = await asyncio.gather(running, return_exceptions=True)
+        if isinstance(ended, Unavailable):
+            raise ended
+        if isinstance(ended, Exception):
+            log.warning("what a next round shares was not prepared: %r", ended)
+        elif isinstance(ended, PassResult):
+            log.info("%d tokens were prepared for a next round", ended.canonical)
 
     async def mirrors(self) -> int:
         """For how many members the engine keeps what passes have made."""

@@ -179,6 +179,8 @@ class Passes:
         self._check_room(unsettled)  # or all that comes before would be for nothing
         with self.store.spending("canonical"):
             canonical, computed = yield from self.canonical(spec.canonical)
+        if not unsettled:
+            return PassResult(members={}, canonical=computed)
         with self.store.spending("choice"):
             parts = yield from self.chooser.choose(spec.rule, unsettled, canonical.kv, shared)
         self._check_room(parts)
@@ -224,20 +226,25 @@ class Passes:
         return found
 
     def canonical(self, wanted: Canonical) -> Generator[None, None, tuple[Run, int]]:
-        """The canonical sequence's KV, and how many of its tokens had to be computed."""
+        """The canonical sequence's KV, and how many of its tokens had to be computed.
+
+        It is kept piece by piece: who gives up loses the last one only.
+        """
         run, common = self.store.find(_CANONICAL, wanted.key, wanted.token_ids)
         total = len(wanted.token_ids)
-        if common == total:
-            return run, 0  # there may be more of it, from an earlier round
-        before = run.kv.part(0, common)
-        known = [Piece(start=0, tokens=common, source=0)] if common else []
-        extent = Extent(tokens=total, history=0, pieces=known)
-        rows = layout([extent], [[False] * common], self.attention.block_size)
-        group = Group(rows, wanted.token_ids[common:], before, [None], unrotated=True)
-        computed = yield from run_pass(self.model, self.attention, group)
-        made = Run(wanted.token_ids, before.followed_by(computed.kv))
-        self.store.keep(_CANONICAL, wanted.key, made)
-        return made, total - common
+        done = common
+        while done < total:
+            end = min(done + self._most_rows, total)
+            before = run.kv.part(0, done)
+            known = [Piece(start=0, tokens=done, source=0)] if done else []
+            extent = Extent(tokens=end, history=0, pieces=known)
+            rows = layout([extent], [[False] * done], self.attention.block_size)
+            group = Group(rows, wanted.token_ids[done:end], before, [None], unrotated=True)
+            computed = yield from run_pass(self.model, self.attention, group)
+            run = Run(wanted.token_ids[:end], before.followed_by(computed.kv))
+            self.store.keep(_CANONICAL, wanted.key, run)
+            done = end
+        return run, total - common  # there may be more of it, from an earlier round
 
     def _part(self, member: MemberPass, tokens: int) -> Part:
         """A member with what is kept of what stands before its first piece, and of the canonical

@@ -22,6 +22,7 @@ from td_serve.tasks import Tasks
 from td_serve.types import (
     ConversationKey,
     Delta,
+    Forecast,
     GenerateRequest,
     Handle,
     Handover,
@@ -83,6 +84,10 @@ class RayEngines:
                 if part.handover is not None:
                     self._remember(sim, part.handover.replica)
                 yield part
+
+    async def prepare(self, forecast: Forecast) -> None:
+        if (replica := self._had.get(forecast.sim)) is not None:
+            await ask(towards(self._prefill, replica).prepare, pack(forecast))
 
     async def cancel_member(self, request_id: RequestId) -> None:
         with contextlib.suppress(Unavailable):  # its own replica may be the one that is there

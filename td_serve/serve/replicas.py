@@ -21,6 +21,7 @@ from td_serve.types import (
     ConversationKey,
     Delta,
     Epoch,
+    Forecast,
     GenerateRequest,
     Handle,
     Handover,
@@ -48,6 +49,8 @@ class Host(Protocol):
     async def prefill(self, request: GenerateRequest, handle: Handle | None = None) -> Handover: ...
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]: ...
+
+    async def prepare(self, forecast: Forecast) -> None: ...
 
     def cancel_member(self, request_id: RequestId) -> None: ...
 
@@ -128,6 +131,10 @@ class EngineReplica:
             async for part in parts:
                 self._count_part(part, planned)
                 yield pack(part)
+
+    async def prepare(self, packed: bytes) -> None:
+        async with self._watching():
+            await self._host.prepare(unpack(packed, Forecast))
 
     async def cancel_member(self, request_id: RequestId) -> None:
         self._host.cancel_member(request_id)

@@ -27,6 +27,7 @@ def test_the_summary_compares_the_first_preset_with_every_other_way() -> None:
         row(VLLM, 20.0, 1000),
         row("td", 5.0, 200),
         row("shared_first", 10.0, 500),
+        row("td ahead", 2.5, 100),
         row(serial(Preset.TD), 7.5, 260),
         row(VLLM, 20.0, 1000),
         row("td", 5.0, 200),
@@ -36,6 +37,7 @@ def test_the_summary_compares_the_first_preset_with_every_other_way() -> None:
     close = [fidelity(Preset.TD, True, far), fidelity(Preset.TD, False, near)]
     summary = summarise(Preset.TD, rows, close, [])
     assert summary.speedup_vs_vllm == 4.0
+    assert summary.speedup_vs_vllm_ahead == 16.0
     assert summary.speedup_vs_serial == 0.75
     assert summary.speedup_vs_shared_first == 1.0
     assert summary.over_floor == 1.25  # 400 tokens at 20 ms each are 8 s
@@ -69,7 +71,7 @@ def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) ->
     report = json.loads(out.read_text("utf-8"))
     ways = {one["way"] for one in report["rows"]["speed"]}
     presets = {"first_k", "td", "hkvd", "none", "full"}
-    assert ways == {"vllm", "shared_first", *presets, "serial first_k"}
+    assert ways == {"vllm", "shared_first", *presets, "first_k ahead", "serial first_k"}
     assert picture.read_bytes().startswith(b"\x89PNG")
     (chosen,) = (row for row in report["rows"]["speed"] if row["way"] == "td")
     assert chosen["blended"] == 0, "random weights: nearly everything deviates"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.cluster.harness import Cluster
+from tests.cluster.harness import Cluster, wait_for
 from tests.conftest import MODEL
 
 pytestmark = pytest.mark.cluster
@@ -98,6 +99,11 @@ def test_the_next_round_of_a_live_session_keeps_what_it_can(cluster: Cluster) ->
             assert round_["shared_complete"]
             if number:  # in round 0 there is nothing to share
                 assert_blended(cluster, sim, number)
+            if number == 1:  # the next one is laid out as this one is
+                wait_for(lambda: "were prepared for a next round" in cluster.logged(), 30, "that")
+    told = re.search(rf"round 2 of session '{sim}': of (\d+) .*, (\d+) were", cluster.logged())
+    assert told is not None
+    assert int(told[2]) == 0 < int(told[1])
     cluster.wait_until_idle()
 
 

@@ -347,3 +347,65 @@ async def test_a_round_that_wants_most_of_it_anew_is_served_exactly_and_so_is_th
             assert await engines.hosts[0].mirrors() == 0
     finally:
         llm.collective_rpc = ask
+
+
+async def computed_for(engines: LocalEngines, canonical: Canonical) -> int:
+    """How many tokens of a canonical sequence a pass has to compute now."""
+    spec = PassSpec(canonical=canonical, rule=NONE, members=[])
+    return (await engines.hosts[0]._passes._run(spec)).canonical
+
+
+async def test_what_was_prepared_is_not_computed_again_and_gives_the_same(
+    engines: LocalEngines, oracle: Oracle
+) -> None:
+    passes = engines.hosts[0]._passes
+    shared = Shared(seed=40)
+    first = msgspec.structs.replace(
+        shared.canonical,
+        token_ids=shared.canonical.token_ids[: HEADER + SEGMENTS[0]],
+        segments=shared.canonical.segments[:1],
+    )
+    await passes.prepare(first)
+    assert await engines.hosts[0].mirrors() == 0
+    total = HEADER + sum(SEGMENTS)
+    assert await computed_for(engines, shared.canonical) == total - HEADER - SEGMENTS[0]
+    assert await computed_for(engines, shared.canonical) == 0
+    members = [shared.member(history, 100 * history + 40) for history in (33, 64)]
+    answers, handovers = await play(engines, round_of(shared, members, FULL))
+    assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+    assert all(map(is_blended, handovers.values()))
+
+
+async def test_another_sessions_round_does_not_wait_for_what_is_prepared(
+    engines: LocalEngines, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up in mid-pass; its own session's round would have waited for it."""
+    passes = engines.hosts[0]._passes
+    monkeypatch.setattr(passes, "_slice_s", 0.0)
+    ids = [*some_tokens(HEADER, 99), *some_tokens(700, 41)]
+    other = Canonical(key=key(("other",), ids), token_ids=ids, segments=[])
+    async with first_slice_of(engines) as asked:
+        preparing = asyncio.create_task(passes.prepare(other))
+        await asked.wait()
+        shared = Shared(seed=41)
+        members = [shared.member(history, 100 * history + 41) for history in (33, 64)]
+        answers, handovers = await play(engines, round_of(shared, members, FULL))
+        await preparing
+    assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+    assert all(map(is_blended, handovers.values()))
+    assert await computed_for(engines, other) > 0, "it had come to its end"
+
+
+async def test_a_preparation_that_fails_or_is_left_changes_nothing(engines: LocalEngines) -> None:
+    passes = engines.hosts[0]._passes
+    ids = some_tokens(5000, 42)
+    await passes.prepare(Canonical(key=key((), ids), token_ids=ids, segments=[]))  # no such window
+    async with first_slice_of(engines) as asked:
+        ids = some_tokens(700, 43)
+        sequence = Canonical(key=key((), ids), token_ids=ids, segments=[])
+        preparing = asyncio.create_task(passes.prepare(sequence))
+        await asked.wait()
+        preparing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await preparing
+    assert await computed_for(engines, sequence) >= 0, "no pass is under way"

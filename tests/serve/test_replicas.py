@@ -18,6 +18,7 @@ from td_serve.types import (
     ConversationKey,
     Delta,
     Epoch,
+    Forecast,
     GenerateRequest,
     Handle,
     Handover,
@@ -71,6 +72,9 @@ class FakeHost:
 
     def prefill_round(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         return self.engines.prefill_round(work)
+
+    async def prepare(self, forecast: Forecast) -> None:
+        await self.engines.prepare(forecast)
 
     def cancel_member(self, request_id: RequestId) -> None:
         self.engines.cancelled.append(request_id)
