@@ -155,8 +155,9 @@ class FrontendConfig(_Config, frozen=True, kw_only=True):
     """The OpenAI side: names and parsers, under vLLM's own option names.
 
     `served_model_name` is what clients ask for; None means the name in `model`. `max_choices` is
-    the most that `n` may ask for: they all take a slot of the decode engine. `cpu_threads` bounds
-    the threads of torch in processes that host no engine.
+    the most that `n` may ask for: they all take a slot of the decode engine. `separator_as` is the
+    text that the model reads in place of `<TTSEP>`: none, or a token of its own. `cpu_threads`
+    bounds the threads of torch in processes that host no engine.
     """
 
     served_model_name: str | None = None
@@ -165,6 +166,7 @@ class FrontendConfig(_Config, frozen=True, kw_only=True):
     reasoning_parser: str | None = None
     enable_auto_tool_choice: bool = False
     max_choices: Positive = 128
+    separator_as: str = ""
     cpu_threads: Positive = 1
 
 

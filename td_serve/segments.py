@@ -38,9 +38,10 @@ def mark(parts: Sequence[str], glue: str = "") -> str:
     return SEPARATOR + (glue + SEPARATOR).join(parts) + SEPARATOR
 
 
-def split(text: str) -> list[str]:
-    """A text's segments; those that are empty are none."""
-    return [part for part in text.split(SEPARATOR) if part]
+def split(text: str, instead: str = "") -> list[str]:
+    """A text's segments; those that are empty are none. `instead` takes each separator's place."""
+    first, *others = text.split(SEPARATOR)
+    return [part for part in (first, *(instead + other for other in others)) if part]
 
 
 def locate(prompt: str, texts: Sequence[Sequence[str]]) -> list[int]:

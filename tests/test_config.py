@@ -288,6 +288,7 @@ configs = st.builds(
     frontend=st.builds(
         FrontendConfig,
         served_model_name=maybe(words),
+        separator_as=words,
         chat_template=maybe(words),
         enable_auto_tool_choice=st.booleans(),
         cpu_threads=positive,

@@ -39,6 +39,7 @@ def test_segments_are_what_was_marked_but_for_empty_ones(texts: list[str]) -> No
     """Whatever looks like half a separator stays what it is."""
     assert split(mark(texts)) == [part for text in texts for part in split(text)]
     assert SEPARATOR not in "".join(split(mark(texts)))
+    assert "".join(split(mark(texts), "|")) == "|".join(mark(texts).split(SEPARATOR))
 
 
 def trimmed(text: list[str]) -> list[str]:

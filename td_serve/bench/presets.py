@@ -9,7 +9,12 @@ from td_serve.types import Rule, RuleName
 
 
 class Preset(enum.Enum):
-    """`td` is what a deployment does by default; the others are named for their rules."""
+    """`td` is what a deployment does by default; the others are named for their rules.
+
+    `paper` is that of TokenDance, section 4.2: 15 % of the tokens, chosen at layer 1 for each
+    member by itself. There what is shared is read as it was decoded, and not computed: here it is
+    computed beforehand, and its time does not count.
+    """
 
     TD = "td"
     NONE = "none"
@@ -17,11 +22,17 @@ class Preset(enum.Enum):
     FIRST_PAGES = "first_pages"
     HKVD = "hkvd"
     FIRST_K_HKVD = "first_k+hkvd"
+    PAPER = "paper"
     FULL = "full"
 
     @property
     def rule(self) -> Rule:
         return _RULES[self]
+
+    @property
+    def is_given(self) -> bool:
+        """Whether what is shared is there before the round comes."""
+        return self is Preset.PAPER
 
     @property
     def chooses(self) -> bool:
@@ -36,5 +47,6 @@ _RULES = {
     Preset.FIRST_PAGES: ReuseSettings(rule="first_pages", k=2).as_rule(),
     Preset.HKVD: ReuseSettings(rule="hkvd", ratio=0.15, left=0.0).as_rule(),
     Preset.FIRST_K_HKVD: ReuseSettings(rule="first_k+hkvd", k=2, ratio=0.15, left=0.0).as_rule(),
+    Preset.PAPER: ReuseSettings(rule="hkvd", ratio=0.15, left=0.0, depth=0.0, own=True).as_rule(),
     Preset.FULL: ReuseSettings(rule="full").as_rule(),
 }

@@ -89,6 +89,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     speedup_vs_vllm: float | None = None
     speedup_vs_vllm_ahead: float | None = None
     speedup_vs_serial: float | None = None
+    speedup_vs_serial_paper: float | None = None
     speedup_vs_shared_first: float | None = None
     over_floor: float | None = None
     kl0_mean: float | None = None
@@ -230,7 +231,7 @@ class _Bench:
             def play() -> Played:
                 salt = uuid.uuid4().hex
                 self._warm(before, preset, salt)
-                if ahead:
+                if ahead or preset.is_given:
                     self._engine.prepare(self._plan(round_, preset, salt))
                 played = self._blend(round_, preset, salt, together=together)
                 if together and not ahead and preset is self._presets[0]:
@@ -244,8 +245,13 @@ class _Bench:
             (SHARED_FIRST, plain(*shared_first)),
             *((preset.value, blended(preset)) for preset in self._presets),
             (ahead(self._presets[0]), blended(self._presets[0], ahead=True)),
-            (serial(self._presets[0]), blended(self._presets[0], together=False)),
+            *((serial(preset), blended(preset, together=False)) for preset in self._one_by_one()),
         ]
+
+    def _one_by_one(self) -> list[Preset]:
+        """The presets that are played member by member, too."""
+        first, *others = self._presets
+        return [first, *(preset for preset in others if preset.is_given)]
 
     def measure(
         self,
@@ -352,6 +358,7 @@ def summarise(
         speedup_vs_vllm=against(VLLM),
         speedup_vs_vllm_ahead=against(VLLM, ahead(preset)),
         speedup_vs_serial=against(serial(preset)),
+        speedup_vs_serial_paper=against(serial(Preset.PAPER)),
         speedup_vs_shared_first=against(SHARED_FIRST),
         over_floor=over_floor,
         kl0_mean=None if close is None else close.kl0_mean,

@@ -20,15 +20,17 @@ from td_serve.segments import MOST_SEGMENTS, SEPARATOR, locate, split, tokenise
 log = logging.getLogger(__name__)
 
 
-def take_out(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[str]]]:
+def take_out(body: Mapping[str, Any], instead: str = "") -> tuple[dict[str, Any], list[list[str]]]:
     """A request's body without separators, and the segments of each text that had some, in order.
+
+    `instead` takes their place.
 
     Only `messages` and `prompt` have any. Raises BadRequest when there are too many.
     """
     texts: list[list[str]] = []
     try:
         plain = {
-            name: _plain(value, texts) if name in ("messages", "prompt") else value
+            name: _plain(value, texts, instead) if name in ("messages", "prompt") else value
             for name, value in body.items()
         }
     except RecursionError:
@@ -41,18 +43,20 @@ def take_out(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[str]]]:
     return plain, texts
 
 
-def _plain(value: Any, texts: list[list[str]]) -> Any:
+def _plain(value: Any, texts: list[list[str]], instead: str) -> Any:
     """A value without separators, at any depth. Mutates `texts`: adds the segments it had."""
     if isinstance(value, str):
         if SEPARATOR not in value:
             return value
-        texts.append(split(value))
+        texts.append(split(value, instead))
         return "".join(texts[-1])
     if isinstance(value, Mapping):
-        return {name: _plain(one, texts) for name, one in value.items()}
+        return {name: _plain(one, texts, instead) for name, one in value.items()}
     if isinstance(value, list):
         # Token ids have no separators, and there may be many.
-        return value if value and isinstance(value[0], int) else [_plain(v, texts) for v in value]
+        if value and isinstance(value[0], int):
+            return value
+        return [_plain(one, texts, instead) for one in value]
     return value
 
 

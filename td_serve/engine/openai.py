@@ -54,8 +54,9 @@ _ERROR_EVENT = 'data: {"error"'
 class OpenAIFrontend:
     """Chat and text completions for one model. Make it with `start`."""
 
-    def __init__(self, state: State, engine: RemoteEngine, max_choices: int) -> None:
-        self._max_choices = max_choices
+    def __init__(self, state: State, engine: RemoteEngine, frontend: FrontendConfig) -> None:
+        self._max_choices = frontend.max_choices
+        self._separator_as = frontend.separator_as
         self._chat = state.openai_serving_chat
         self._completion = state.openai_serving_completion
         self._models = state.openai_serving_models
@@ -95,7 +96,7 @@ class OpenAIFrontend:
         remote = RemoteEngine(config, serve)
         state = State()
         await init_app_state(remote, state, args, supported_tasks=("generate",))
-        return cls(state, remote, frontend.max_choices)
+        return cls(state, remote, frontend)
 
     async def chat(self, body: dict[str, Any], origin: Origin) -> Reply:
         """`POST /v1/chat/completions`."""
@@ -119,7 +120,7 @@ class OpenAIFrontend:
 
     async def _answer(self, kind: Any, create: Any, body: dict[str, Any], origin: Origin) -> Reply:
         try:
-            request = _decode(kind, body, origin)
+            request = _decode(kind, body, origin, self._separator_as)
             _check_size(request, body, self._max_choices, self._engine.model_config.max_model_len)
             answer = await create(request, None)
         except RequestError as error:
@@ -139,7 +140,7 @@ class OpenAIFrontend:
         return JsonReply(HTTPStatus.OK, answer.model_dump())
 
 
-def _decode(kind: Any, body: dict[str, Any], origin: Origin) -> Any:
+def _decode(kind: Any, body: dict[str, Any], origin: Origin, separator_as: str) -> Any:
     """A vLLM request out of a body. Raises BadRequest, pydantic.ValidationError."""
     extra = body.get("vllm_xargs")
     for name in (*_ADDRESSES_OF_MEMORY, ORIGIN_ARG):
@@ -147,7 +148,7 @@ def _decode(kind: Any, body: dict[str, Any], origin: Origin) -> Any:
             raise BadRequest(f"{name}: not accepted from clients", field=name)
         if isinstance(extra, Mapping) and name in extra:
             raise BadRequest(f"vllm_xargs.{name}: not accepted from clients", field="vllm_xargs")
-    body, texts = take_out(body)
+    body, texts = take_out(body, separator_as)
     request = kind.model_validate(body)
     if request.use_beam_search:
         raise BadRequest("use_beam_search: not served", field="use_beam_search")

@@ -28,6 +28,7 @@ def test_the_summary_compares_the_first_preset_with_every_other_way() -> None:
         row("td", 5.0, 200),
         row("shared_first", 10.0, 500),
         row("td ahead", 2.5, 100),
+        row("serial paper", 30.0, 500),
         row(serial(Preset.TD), 7.5, 260),
         row(VLLM, 20.0, 1000),
         row("td", 5.0, 200),
@@ -39,6 +40,7 @@ def test_the_summary_compares_the_first_preset_with_every_other_way() -> None:
     assert summary.speedup_vs_vllm == 4.0
     assert summary.speedup_vs_vllm_ahead == 16.0
     assert summary.speedup_vs_serial == 0.75
+    assert summary.speedup_vs_serial_paper == 3.0
     assert summary.speedup_vs_shared_first == 1.0
     assert summary.over_floor == 1.25  # 400 tokens at 20 ms each are 8 s
     assert (summary.kl0_mean, summary.top1_32) == (0.1, 0.9)
@@ -63,15 +65,22 @@ def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) ->
     out, picture, model = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "tiny"
     write_random(model, like="llama", layers=3, kv_heads=2, head_dim=64)
     command = ["bench", "reuse", "--model", str(model), "--trace", str(VILLAGE)]
-    command += ["--first", "2", "--presets", "first_k,td,hkvd,none,full", "--fidelity"]
+    command += ["--first", "2", "--presets", "first_k,td,hkvd,paper,none,full", "--fidelity"]
     command += ["--window", "2048", "--plot", str(picture)]
     # A process of its own: an engine that ends in this one would take the others along.
     program = Path(sys.executable).with_name("td-serve")
     subprocess.run([program, *command, "--json", out], check=True, timeout=300)
     report = json.loads(out.read_text("utf-8"))
     ways = {one["way"] for one in report["rows"]["speed"]}
-    presets = {"first_k", "td", "hkvd", "none", "full"}
-    assert ways == {"vllm", "shared_first", *presets, "first_k ahead", "serial first_k"}
+    presets = {"first_k", "td", "hkvd", "paper", "none", "full"}
+    assert ways == {
+        "vllm",
+        "shared_first",
+        *presets,
+        "first_k ahead",
+        "serial first_k",
+        "serial paper",
+    }
     assert picture.read_bytes().startswith(b"\x89PNG")
     (chosen,) = (row for row in report["rows"]["speed"] if row["way"] == "td")
     assert chosen["blended"] == 0, "random weights: nearly everything deviates"
@@ -81,11 +90,17 @@ def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) ->
         assert phases + row["suffix_s"] == pytest.approx(row["seconds"], abs=0.01)
     found = report["rows"]["fidelity"]
     by_preset = {one["preset"]: one for one in found if not one["at_random"]}
-    assert {one["preset"] for one in found if one["at_random"]} == {"first_k", "td", "hkvd"}
+    assert {one["preset"] for one in found if one["at_random"]} == {
+        "first_k",
+        "td",
+        "hkvd",
+        "paper",
+    }
     assert by_preset["td"]["alone"] > 0
     assert by_preset["td"]["chosen"] == 1.0
     assert by_preset["td"]["kl0_max"] == 0.0
     assert by_preset["hkvd"]["chosen"] == pytest.approx(0.15, abs=0.02)
+    assert by_preset["paper"]["chosen"] == pytest.approx(0.15, abs=0.02)
     assert by_preset["full"]["match_32_min"] == 32
     assert by_preset["full"]["kl0_max"] <= 1e-6
     assert by_preset["full"]["top1_32"] == 1.0

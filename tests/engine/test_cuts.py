@@ -41,6 +41,15 @@ class Front:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(resolve(MODEL))
         self.openai: OpenAIFrontend
 
+    async def start(self, frontend: FrontendConfig) -> None:
+        self.openai = await OpenAIFrontend.start(
+            resolve(MODEL),
+            EngineConfig(dtype="float32", max_model_len=512),
+            frontend,
+            "m",
+            self.serve,
+        )
+
     async def serve(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         self.asked.append(request)
         choice = ChoiceDelta(index=0, text="x", token_ids=[5], finish_reason="stop")
@@ -60,14 +69,21 @@ class Front:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def front() -> AsyncIterator[Front]:
     front = Front()
-    front.openai = await OpenAIFrontend.start(
-        resolve(MODEL),
-        EngineConfig(dtype="float32", max_model_len=512),
-        FrontendConfig(),
-        "m",
-        front.serve,
-    )
+    await front.start(FrontendConfig())
     yield front
+    front.openai.close()
+
+
+async def test_a_token_may_take_the_separators_place() -> None:
+    front = Front()
+    await front.start(FrontendConfig(separator_as="<|endoftext|>"))
+    (token,) = front.encode("<|endoftext|>")
+    request = await front.chat(f"Ada{SEPARATOR}It rains.{SEPARATOR}What now?")
+    assert [request.prompt_token_ids[cut] for cut in request.cuts[-2:]] == [token, token]
+    assert [token, *front.encode("It rains.")] in segments(request)
+    assert "Ada<|endoftext|>It rains.<|endoftext|>What" in front.tokenizer.decode(
+        request.prompt_token_ids
+    )
     front.openai.close()
 
 
