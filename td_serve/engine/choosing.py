@@ -69,9 +69,10 @@ class Chooser:
                     first = piece.start - part.history_tokens
                     here = own[first : first + piece.tokens]
                     there = canonical.keys[layer][piece.source : piece.source + piece.tokens]
-                    far = (here - there).float().square().sum(-1)
-                    far /= there.float().square().sum(-1)
-                    deviations[piece.source : piece.source + piece.tokens] = far
+                    far, length = self._model.summed(
+                        torch.stack([(here - there), there]).float().square().sum(-1)
+                    )
+                    deviations[piece.source : piece.source + piece.tokens] = far / length
                 found.append(deviations)
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
 
 from td_serve.errors import ModelError
 
@@ -59,6 +60,10 @@ class LayeredModel(Protocol):
         """Of the given rows, [rows, vocabulary], float32."""
         ...
 
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, each of which has some of the heads; the same bits on each."""
+        ...
+
 
 class VllmModel:
     """`LayeredModel` on a model that vLLM has loaded. Raises ModelError where it does not fit."""
@@ -72,7 +77,7 @@ class VllmModel:
         some = self.attention[0]
         size = next(model.parameters()).element_size()
         self.kv_bytes = self.layers * 2 * some.num_kv_heads * some.head_size * size
-        """Of one token's keys and values, all layers."""
+        """Of one token's keys and values, all layers, on this rank."""
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self._model.model.embed_tokens(ids)
@@ -117,6 +122,10 @@ class VllmModel:
         normed, _ = self._model.model.norm(hidden, residual)
         logits: torch.Tensor = self._model.compute_logits(normed)
         return logits.float()
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = tensor_model_parallel_all_reduce(part)
+        return total
 
 
 def _by_head(norm: Any, rows: torch.Tensor, head_size: int) -> torch.Tensor:

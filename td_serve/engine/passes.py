@@ -205,9 +205,8 @@ class RoundPasses:
                     await self._call("td_abort")
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the worker: passes are made by one only."""
-        (answer,) = await self._call_all(method, *arguments)
-        return answer
+        """Call every worker: all make the same passes, each with its heads, and say the same."""
+        return (await self._call_all(method, *arguments))[0]
 
     async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         """Call every worker. vLLM leaves such a call unanswered when the engine dies."""

@@ -90,8 +90,9 @@ class PassWorker:
         if self.td_passes is None:
             runner = self.model_runner
             config = runner.vllm_config
-            if config.parallel_config.world_size > 1 or runner.device.type != "cpu":
-                raise ModelError("passes are computed on one CPU worker only, so far")
+            parallel = config.parallel_config
+            if parallel.world_size > parallel.tensor_parallel_size or runner.device.type != "cpu":
+                raise ModelError("passes are computed on CPUs only, so far, and in one stage")
             model = VllmModel(runner.get_model())
             builder = runner.attn_groups[0][0].get_metadata_builder()
             attention = PagedAttention(model.attention, builder, runner.kv_caches[0])
@@ -156,7 +157,7 @@ class Passes:
         until = time.monotonic() + budget_s
         try:
             next(self._under_way)
-            while time.monotonic() < until:
+            while self._is_time_left(until):
                 next(self._under_way)
         except StopIteration as end:
             self._under_way = None
@@ -166,6 +167,11 @@ class Passes:
             self._under_way = None
             raise
         return None
+
+    def _is_time_left(self, until: float) -> bool:
+        """Whether it is on every rank: they have clocks of their own, and go on together."""
+        late = torch.tensor([float(time.monotonic() >= until)])
+        return not self.model.summed(late).item()
 
     def abort(self) -> None:
         """See `PassWorker.td_abort`."""

@@ -76,7 +76,8 @@ class Engine:
         self.llm.engine_core.shutdown()
 
     def call(self, method: str, *args: Any) -> Any:
-        (answer,) = self.llm.collective_rpc(method, args=args)
+        answer, *others = self.llm.collective_rpc(method, args=args)
+        assert all(other == answer for other in others), "ranks that do not agree"
         return answer
 
     def run(self, spec: PassSpec, budget_s: float = 0.0) -> PassResult:
@@ -434,6 +435,33 @@ def test_a_member_that_is_preempted_loads_again(cramped: Engine) -> None:
     assert cramped.preemptions > 0, "or this would prove nothing"
     cramped.release(members)
     assert cramped.mirrors() == 0
+
+
+def test_two_ranks_choose_the_same_and_answer_as_one_does(model: Path, engine: Engine) -> None:
+    """Tensor parallel: each has half of the heads; what deviates is summed before it is ranked."""
+    round_ = Round(70, 33, 5)
+    members = members_of(round_, 40, 0, 131)
+    rule = Rule(name=RuleName.HKVD, ratio=0.3, depth=0.5)
+    engine.run(spec_of(round_, members, rule))
+    wanted = engine.answers(members, load=True)
+    exact = engine.answers(members, load=False)
+    engine.release(members)
+    pair = Engine(model, tensor_parallel_size=2)
+    try:
+        assert pair.call("td_why_no_passes") is None
+        found = pair.run(spec_of(round_, members, rule))
+        assert [one.selected for one in found.members.values()] == [round(0.3 * 108)] * 3
+        assert pair.answers(members, load=True) == wanted
+        pair.release(members)
+        again = members_of(round_, 40, 0, 131)  # by other names: nothing cached is theirs
+        for one, other in zip(members, again, strict=True):
+            other.prompt = one.prompt
+        pair.run(spec_of(round_, again, FULL))
+        assert pair.answers(again, load=True) == exact
+        pair.release(again)
+        assert pair.mirrors() == 0
+    finally:
+        pair.close()
 
 
 def test_what_the_prefix_cache_has_is_not_loaded_again(engine: Engine) -> None:
