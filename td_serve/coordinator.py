@@ -296,6 +296,7 @@ class RoundCoordinator:
             plan=plan,
             requests=[member.asked for member in members if member.asked.hand_over],
             passes=reuse.passes,
+            histories={str(one): name for one, name in reuse.histories.items()},
         )
         if not work.requests:
             return

@@ -43,14 +43,19 @@ class _Segment:
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
-    """The passes of a round, and why members that are in none are served alone."""
+    """The passes of a round, and why members that are in none are served alone.
+
+    `histories` has, of every member, the name under which what its prompts begin with is kept.
+    """
 
     passes: list[PassSpec]
     reasons: dict[RequestId, Alone]
+    histories: dict[RequestId, str] = {}
 
     def of(self, requests: Set[RequestId]) -> Reuse:
         """The same for these requests alone. Whoever is left with nobody is served alone."""
         reasons = {one: why for one, why in self.reasons.items() if one in requests}
+        histories = {one: name for one, name in self.histories.items() if one in requests}
         passes = []
         for spec in self.passes:
             members = [one for one in spec.members if one.request_id in requests]
@@ -58,7 +63,7 @@ class Reuse(msgspec.Struct, frozen=True, kw_only=True):
                 passes.append(msgspec.structs.replace(spec, members=members))
             else:
                 reasons.update((one.request_id, Alone.NOBODY_ELSE) for one in members)
-        return Reuse(passes=passes, reasons=reasons)
+        return Reuse(passes=passes, reasons=reasons, histories=histories)
 
 
 ALL_EXACT = Reuse(passes=[], reasons={})
@@ -74,11 +79,19 @@ def plan_reuse(
     """
     passes: list[PassSpec] = []
     reasons: dict[RequestId, Alone] = {}
+    histories = {
+        request.request_id: _history(sim, agent, request) for agent, request in members.items()
+    }
     for group in _by_salt(members, reasons):
-        spec = _plan_group(sim, group, rule, head, reasons)
+        spec = _plan_group(sim, group, rule, head, reasons, histories)
         if spec is not None:
             passes.append(spec)
-    return Reuse(passes=passes, reasons=reasons)
+    return Reuse(passes=passes, reasons=reasons, histories=histories)
+
+
+def _history(sim: SessionId, agent: AgentId, request: GenerateRequest) -> str:
+    """Under which name a member's history is kept: nobody else's, and no other salt's."""
+    return key((sim, request.cache_salt or "", agent), [])
 
 
 def _by_salt(
@@ -102,6 +115,7 @@ def _plan_group(
     rule: Rule,
     head: Sequence[int],
     reasons: dict[RequestId, Alone],
+    histories: Mapping[RequestId, str],
 ) -> PassSpec | None:
     prompts = {agent: segments(one.prompt_token_ids, one.cuts) for agent, one in group.items()}
     begin = _common_beginning(list(prompts.values()))
@@ -140,7 +154,7 @@ def _plan_group(
         canonical=canonical,
         rule=rule,
         members=[
-            _member((*scope, agent), group[agent], parts, sources)
+            _member(histories[group[agent].request_id], group[agent], parts, sources)
             for agent, parts in fitting.items()
         ],
     )
@@ -210,14 +224,14 @@ def _canonical(
 
 
 def _member(
-    scope: Sequence[str],
+    history: str,
     request: GenerateRequest,
     parts: Sequence[_Segment],
     sources: Mapping[SegmentKey, Span],
 ) -> MemberPass:
     return MemberPass(
         request_id=request.request_id,
-        history=key(scope, []),
+        history=history,
         token_ids=request.prompt_token_ids[: parts[-1].end],
         pieces=[
             Piece(start=part.start, tokens=part.end - part.start, source=sources[part.key].start)

@@ -282,13 +282,15 @@ class RoundPrefill(_Wire, tag="round-prefill", frozen=True, kw_only=True):
     """What a prefill replica gets: the plan, and the members' requests in the plan's order.
 
     `handles`, by request id, are of members whose conversations are kept somewhere. Members that
-    are in one of the `passes` are prefilled by it, the others each by themselves.
+    are in one of the `passes` are prefilled by it, the others each by themselves; of those that
+    have a name in `histories` the KV is kept under it, for passes to come.
     """
 
     plan: RoundPlan
     requests: list[GenerateRequest]
     handles: dict[str, Handle] = {}
     passes: list[PassSpec] = []
+    histories: dict[str, str] = {}
 
 
 class MemberHandover(_Wire, tag="member-handover", frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ _kept: list[Any] = []
 
 
 def plain_engine(model: str | Path, **arguments: Any) -> Any:
-    """A `vllm.LLM`, float32 and eager, which lives until the process ends.
+    """A `vllm.LLM`, eager, float32 unless `arguments` say otherwise; it lives as long as the process.
 
     All engines of one process share what vLLM calls its parallel state: the first that is collected
     takes it from the others.
@@ -19,10 +19,14 @@ def plain_engine(model: str | Path, **arguments: Any) -> Any:
     _kept.append(
         LLM(
             model=str(model),
-            dtype="float32",
             block_size=32,
             enforce_eager=True,
-            **{"max_model_len": 4096, "kv_cache_memory_bytes": 2**25, **arguments},
+            **{
+                "dtype": "float32",
+                "max_model_len": 4096,
+                "kv_cache_memory_bytes": 2**25,
+                **arguments,
+            },
         )
     )
     return _kept[-1]

@@ -53,6 +53,22 @@ def test_what_all_share_is_one_sequence_and_each_has_it_at_its_own_place() -> No
     assert not reuse.reasons
 
 
+def test_every_member_has_a_history_of_its_own_whether_it_is_in_a_pass_or_not() -> None:
+    """The same one in every round, and another under another salt."""
+    members = request("ada", ADA, A, [201]), request("bo", BO, A, [202]), request("cyd", CYD)
+    reuse = plan(*members)
+    assert set(reuse.histories) == {"ada", "bo", "cyd"}
+    assert len(set(reuse.histories.values())) == 3
+    (spec,) = reuse.passes
+    assert {one.request_id: one.history for one in spec.members} == {
+        name: reuse.histories[RequestId(name)] for name in ("ada", "bo")
+    }
+    assert plan(members[2]).histories == {"cyd": reuse.histories[RequestId("cyd")]}
+    assert reuse.of({RequestId("cyd")}).histories.keys() == {"cyd"}
+    (other,) = plan(request("cyd", CYD, cache_salt="salt")).histories.values()
+    assert other not in reuse.histories.values()
+
+
 def test_what_all_begin_with_stands_in_the_header_and_is_no_segment() -> None:
     preamble = [9, 9]
     reuse = plan(request("ada", preamble, ADA, A, [201]), request("bo", preamble, BO, A, [202]))

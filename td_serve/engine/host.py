@@ -65,6 +65,7 @@ from td_serve.types import (
 
 _DRAIN_LOOKS_UP_S = 0.1
 _SLICE_S = 0.25
+_NO_PARAMETERS: Mapping[str, Any] = {}
 _NOTHING_HANDED_OVER: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -185,16 +186,21 @@ class EngineHost:
             keeper=keeper,
         )
 
-    async def prefill(self, request: GenerateRequest, handle: Handle | None = None) -> Handover:
+    async def prefill(
+        self,
+        request: GenerateRequest,
+        handle: Handle | None = None,
+        parameters: Mapping[str, Any] = _NO_PARAMETERS,
+    ) -> Handover:
         """Compute the prompt's KV and keep it pinned for the engine that decodes.
 
         What `handle` stands for is read where the prompt begins with it; a handle that has ended,
-        or is wrong in any way, only means that more is computed. Raises BadRequest, EngineFailure
-        or Unavailable.
+        or is wrong in any way, only means that more is computed. `parameters` are more of the
+        request's KV transfer parameters. Raises BadRequest, EngineFailure or Unavailable.
         """
         async with self.reading.of(request, handle) as source:
             began = time.monotonic()
-            handover = await self._prefill(request, source)
+            handover = await self._prefill(request, {**source, **parameters})
             took_s = time.monotonic() - began
         computed = handover.prompt_tokens - handover.cached_tokens
         self.reading.learn(computed, took_s, handover.read, handle)

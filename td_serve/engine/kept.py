@@ -31,6 +31,9 @@ class Run:
 
 NOTHING = Run([], KV())
 
+CANONICAL, HISTORY = "canonical", "history"
+"""Kinds of runs: what all share, keys before rotation; and what a member's prompt begins with."""
+
 
 @dataclass(frozen=True)
 class Mirror:

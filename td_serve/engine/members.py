@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 
+from td_serve.engine.parts import private
 from td_serve.engine.passes import Made, RoundPasses
+from td_serve.engine.restoring import keep_parameters
 from td_serve.errors import RequestError
 from td_serve.types import (
     GenerateRequest,
@@ -21,8 +23,8 @@ from td_serve.types import (
     RoundPrefill,
 )
 
-Prefill = Callable[[GenerateRequest, Handle | None], Awaitable[Handover]]
-"""An ordinary prefill, which may read what a handle names."""
+Prefill = Callable[[GenerateRequest, Handle | None, Mapping[str, Any]], Awaitable[Handover]]
+"""An ordinary prefill, which may read what a handle names, with these KV transfer parameters."""
 Load = Callable[[GenerateRequest, Mapping[str, Any]], Awaitable[Handover]]
 """A prefill whose KV comes from what these KV transfer parameters name."""
 _Making = asyncio.Future[dict[RequestId, Made]]
@@ -44,12 +46,17 @@ class Members:
             (spec, asyncio.ensure_future(self._passes.make(spec, name))) for spec in work.passes
         ]
         making = {member.request_id: made for spec, made in passes for member in spec.members}
+        keeping = {one: keep_parameters(name) for one, name in work.histories.items()}
+        for spec in work.passes:
+            for member in spec.members:
+                keeping[member.request_id] = keep_parameters(member.history, private(member))
         tasks = {
             asyncio.ensure_future(
                 self._one(
                     request,
                     work.handles.get(request.request_id),
                     making.get(request.request_id),
+                    keeping.get(request.request_id, {}),
                 )
             ): request.request_id
             for request in work.requests
@@ -75,14 +82,21 @@ class Members:
             task.cancel()
 
     async def _one(
-        self, request: GenerateRequest, handle: Handle | None, making: _Making | None
+        self,
+        request: GenerateRequest,
+        handle: Handle | None,
+        making: _Making | None,
+        keeping: Mapping[str, Any],
     ) -> Handover:
-        """Prefill a member; `making` is its pass, which is the other members' too."""
+        """Prefill a member; `making` is its pass, which is the other members' too.
+
+        Without one its history is kept, by the parameters `keeping`.
+        """
         made = None
         if making is not None:
             made = (await asyncio.shield(making)).get(request.request_id)
         if made is None:
-            return await self._prefill(request, handle)
+            return await self._prefill(request, handle, keeping)
         salt = made.salt(request)
         try:
             handover = await self._load(

@@ -6,13 +6,18 @@ is another one's: all slots of a prompt up to a run's end must be written before
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from td_serve.errors import ModelError
 from td_serve.rows import Rows
+
+_BASE = 64
 
 
 class PagedAttention:
@@ -67,6 +72,41 @@ class PagedAttention:
         attention.impl.do_kv_cache_update(
             attention, key.view(heads), value.view(heads), memory, slots
         )
+
+    def read(
+        self, memory: torch.Tensor, blocks: Sequence[int], tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys (rotated) and values of a prompt's first tokens, [tokens, KV heads * head size],
+        from one layer's pages: the prompt stands in `blocks`."""
+        pages = memory[torch.tensor(blocks[: -(-tokens // self.block_size)])].flatten(1)
+        keys, values = (pages[:, places.flatten()] for places in self._places)
+        width = self._places.shape[-1]
+        return keys.view(-1, width)[:tokens], values.view(-1, width)[:tokens]
+
+    @functools.cached_property
+    def _places(self) -> torch.Tensor:
+        """Where in a block each number stands, [keys and values, tokens, KV heads * head size].
+
+        Backends pack keys as their instructions like them: what they write is looked for.
+        """
+        attention = self._layers[0]
+        shape = (2, self.block_size, attention.num_kv_heads * attention.head_size)
+        names = torch.arange(math.prod(shape))
+        found = torch.zeros(self.memory(1).numel(), dtype=torch.int64)
+        digit = 1
+        while digit < len(names):
+            # In digits that any number format holds exactly; 0 is what is written nowhere.
+            part = (names // digit % _BASE + 1).view(shape).to(self._like)
+            memory = self.memory(1)
+            self.write(0, memory, part[0], part[1], torch.arange(self.block_size))
+            found += (memory.flatten().long().cpu() - 1) * digit
+            digit *= _BASE
+        places = torch.full((len(names),), -1)
+        (written,) = (found >= 0).nonzero(as_tuple=True)
+        places[found[written]] = written
+        if (places < 0).any():
+            raise ModelError("what is written to the engine's pages does not stand there")
+        return places.view(shape)
 
     def attend(
         self,

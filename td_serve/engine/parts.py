@@ -43,6 +43,11 @@ class Part:
         return len(self.member.token_ids) - self.history_tokens - reused
 
 
+def private(member: MemberPass) -> int:
+    """How many tokens stand before a member's first piece."""
+    return member.pieces[0].start if member.pieces else len(member.token_ids)
+
+
 def batches(parts: Sequence[Part], most_rows: int) -> Iterator[list[Part]]:
     """The parts in order, in batches of `most_rows` rows at most; one alone may have more."""
     batch: list[Part] = []

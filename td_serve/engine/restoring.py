@@ -1,5 +1,7 @@
 """Requests load what a pass has made ready for them: vLLM's connector interface, by a sync load.
 
+What the engine itself has computed of a member's prompt is kept as its history, for a next round.
+
 The scheduler's half knows a request's word for it only (RESTORE in its KV transfer parameters): a
 name, so many tokens, and their digest, which must be the prompt's. The worker's half has the KV
 itself. Who names a mirror keeps it until the request has ended; of one that is not there all the
@@ -20,8 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.v1.request import RequestStatus
 
-from td_serve.engine.kept import Mirror, RoundStore
+from td_serve.engine.collective import KV
+from td_serve.engine.kept import HISTORY, Mirror, RoundStore, Run
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.segments import key
@@ -33,6 +37,25 @@ STORE_BYTES = "td_store_bytes"
 """Key of the connector's extra configuration: what canonical sequences and histories may take."""
 
 _DEFAULT_STORE_BYTES = 2**30
+
+
+KEEP = "td_keep"
+"""Key of a request's KV transfer parameters: see `Keep`."""
+
+_COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """The KV of the prompt's first `tokens` tokens (None: all) shall be kept as the history of this
+    name."""
+
+    name: str
+    tokens: int | None
+
+
+def keep_parameters(name: str, tokens: int | None = None) -> dict[str, Any]:
+    """The KV transfer parameters of a request, of whose prompt so much is a member's history."""
+    return {KEEP: msgspec.to_builtins(Keep(name, tokens))}
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -59,9 +82,19 @@ class _Load:
     blocks: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Save:
+    """These tokens' KV, from a finished request's blocks, to be kept as a history."""
+
+    name: str
+    token_ids: list[int]
+    blocks: list[int]
+
+
 @dataclass
-class _Loads(KVConnectorMetadata):
+class _Work(KVConnectorMetadata):
     loads: list[_Load] = field(default_factory=list)
+    saves: list[_Save] = field(default_factory=list)
 
 
 class RoundConnector(KVConnectorBase_V1, SupportsHMA):
@@ -71,6 +104,7 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._promised: dict[str, _Load] = {}
         self._ready: dict[str, _Load] = {}
+        self._saves: list[_Save] = []
         setting = vllm_config.kv_transfer_config.get_from_extra_config
         if role == KVConnectorRole.WORKER:
             self.store = RoundStore(int(setting(STORE_BYTES, _DEFAULT_STORE_BYTES)))
@@ -106,13 +140,20 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        loads, self._ready = list(self._ready.values()), {}
-        return _Loads(loads)
+        work = _Work(list(self._ready.values()), self._saves)
+        self._ready, self._saves = {}, []
+        return work
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._promised.pop(request.request_id, None)
+        params = request.kv_transfer_params or {}
+        if KEEP in params and request.status in _COMPLETE:
+            keep = msgspec.convert(params[KEEP], Keep)
+            # Its blocks are read in the next step, before anything is written in it.
+            if tokens := list(request.prompt_token_ids[: keep.tokens]):
+                self._saves.append(_Save(keep.name, tokens, list(block_ids)))
         return False, None
 
     def request_finished_all_groups(
@@ -127,14 +168,15 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
 
     @torch.inference_mode()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        loads = self._get_connector_metadata().loads
-        if not loads:
-            return
+        work = self._get_connector_metadata()
         if self.parts is None:  # no pass has been run
-            self._unloaded.update(block for load in loads for block in load.blocks)
+            self._unloaded.update(block for load in work.loads for block in load.blocks)
             return
         model, attention = self.parts
-        for load in loads:
+        for save in work.saves:
+            with self.store.spending("save"):
+                self.store.keep(HISTORY, save.name, _run(attention, self._pages, save))
+        for load in work.loads:
             mirror = self.store.mirrors.get(load.name)
             if mirror is None or mirror.tokens < load.last:
                 self._unloaded.update(load.blocks[load.first // attention.block_size :])
@@ -154,6 +196,14 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Nothing is saved from here."""
+
+
+def _run(attention: PagedAttention, pages: Sequence[torch.Tensor], save: _Save) -> Run:
+    """What a finished request has left in its blocks."""
+    count = len(save.token_ids)
+    read = [attention.read(memory, save.blocks, count) for memory in pages]
+    keys, values = zip(*read, strict=True)
+    return Run(save.token_ids, KV(list(keys), list(values)))
 
 
 def _restore(

@@ -16,10 +16,10 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from td_serve.engine.choosing import Chooser
 from td_serve.engine.collective import Group, run_pass
-from td_serve.engine.kept import NOTHING, Mirror, RoundStore, Run
+from td_serve.engine.kept import CANONICAL, HISTORY, NOTHING, Mirror, RoundStore, Run
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
-from td_serve.engine.parts import Part, batches, group_of
+from td_serve.engine.parts import Part, batches, group_of, private
 from td_serve.engine.restoring import RoundConnector
 from td_serve.errors import ModelError
 from td_serve.pic.base import Shared
@@ -34,9 +34,6 @@ from td_serve.types import (
     pack,
     unpack,
 )
-
-_CANONICAL = "canonical"
-_HISTORY = "history"
 
 
 class PassWorker:
@@ -236,7 +233,7 @@ class Passes:
 
         It is kept piece by piece: who gives up loses the last one only.
         """
-        run, common = self.store.find(_CANONICAL, wanted.key, wanted.token_ids)
+        run, common = self.store.find(CANONICAL, wanted.key, wanted.token_ids)
         total = len(wanted.token_ids)
         done = common
         while done < total:
@@ -248,32 +245,27 @@ class Passes:
             group = Group(rows, wanted.token_ids[done:end], before, [None], unrotated=True)
             computed = yield from run_pass(self.model, self.attention, group)
             run = Run(wanted.token_ids[:end], before.followed_by(computed.kv))
-            self.store.keep(_CANONICAL, wanted.key, run)
+            self.store.keep(CANONICAL, wanted.key, run)
             done = end
         return run, total - common  # there may be more of it, from an earlier round
 
     def _part(self, member: MemberPass, tokens: int) -> Part:
         """A member with what is kept of what stands before its first piece, and of the canonical
         sequence's `tokens` tokens none chosen."""
-        private = member.token_ids[: _private(member)]
+        begin = member.token_ids[: private(member)]
         return Part(
-            member, *self.store.find(_HISTORY, member.history, private), chosen=[False] * tokens
+            member, *self.store.find(HISTORY, member.history, begin), chosen=[False] * tokens
         )
 
     def _keep_history(self, member: MemberPass, mirror: Mirror) -> None:
         """What stands before the first piece attends to nothing but itself: it is exact."""
-        private = _private(member)
-        new = private - mirror.history_tokens
+        begin = private(member)
+        new = begin - mirror.history_tokens
         if new > 0:
             kv = mirror.history.kv.part(0, mirror.history_tokens).followed_by(
                 mirror.own.part(0, new)
             )
-            self.store.keep(_HISTORY, member.history, Run(member.token_ids[:private], kv))
-
-
-def _private(member: MemberPass) -> int:
-    """How many tokens stand before the member's first piece."""
-    return member.pieces[0].start if member.pieces else len(member.token_ids)
+            self.store.keep(HISTORY, member.history, Run(member.token_ids[:begin], kv))
 
 
 def _count(extent: Extent, share: Share) -> PassTokens:

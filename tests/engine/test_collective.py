@@ -225,3 +225,26 @@ def test_a_model_that_no_pass_computes_is_refused_with_the_reason(tmp_path: Path
     engine = Engine(tmp_path / "mla", compilation_config={"custom_ops": ["-rotary_embedding"]})
     with pytest.raises(ModelError, match="DeepseekV3ForCausalLM: no passes over its layers"):
         engine.in_worker(lambda *parts: None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_what_is_written_to_pages_is_read_from_there(
+    tmp_path: Path, dtype: str, head_dim: int
+) -> None:
+    """However the backend packs it for this CPU; over blocks in any order, the last one part full.
+
+    What stands around it is NaN."""
+    write_random(tmp_path / "tiny", like="llama", layers=1, kv_heads=2, head_dim=head_dim)
+
+    def work(model: VllmModel, attention: PagedAttention) -> bool:
+        blocks, count = [4, 1, 3], 2 * BLOCK + 5
+        memory = attention.memory(6).fill_(float("nan"))
+        wanted = torch.randn(2, count, 2 * head_dim).to(memory.dtype)
+        at = torch.arange(count)
+        slots = torch.tensor(blocks)[at // BLOCK] * BLOCK + at % BLOCK
+        attention.write(0, memory, wanted[0], wanted[1], slots)
+        keys, values = attention.read(memory, blocks, count)
+        return torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])
+
+    assert Engine(tmp_path / "tiny", dtype=dtype).in_worker(work)

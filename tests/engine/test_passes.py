@@ -16,7 +16,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from td_serve.engine.gauges import Gauges
-from td_serve.engine.restoring import STORE_BYTES, ready_parameters
+from td_serve.engine.restoring import STORE_BYTES, keep_parameters, ready_parameters
 from td_serve.models.random_model import write_random
 from td_serve.segments import key
 from td_serve.types import (
@@ -223,6 +223,41 @@ def test_a_next_round_takes_history_and_earlier_segments_from_what_is_kept(engin
         assert (counted.local, counted.new) == (len(history), 21)
     assert engine.answers(members, load=True) == engine.answers(members, load=False)
     engine.release(members)
+
+
+def test_what_the_engine_computed_itself_is_a_history_for_the_next_pass(engine: Engine) -> None:
+    """A cold round's prompts, one by one; the next ones begin like them and go on otherwise."""
+    round_ = Round(70, 33, seed=6)
+    members = members_of(round_, 131, 40, 64)
+    begun = [member.spec.token_ids[: member.spec.pieces[0].start] for member in members]
+    kept = (131, 40, 50)  # the last one's is not kept whole
+    engine.generate(
+        [[*begin, *tokens(20, seed)] for seed, begin in enumerate(begun)],
+        [
+            keep_parameters(member.spec.history, None if count == 131 else count)
+            for member, count in zip(members, kept, strict=True)
+        ],
+    )
+    found = engine.run(spec_of(round_, members, FULL))
+    assert [one.local for one in found.members.values()] == list(kept)
+    assert engine.answers(members, load=True) == engine.answers(members, load=False)
+    engine.release(members)
+
+
+def test_of_a_request_that_is_aborted_or_keeps_nothing_there_is_no_history(engine: Engine) -> None:
+    round_ = Round(70, seed=7)
+    (member,) = members_of(round_, 300)
+    begin = member.spec.token_ids[:300]
+    engine.generate([begin], [keep_parameters(member.spec.history, 0)])
+    extra = {"kv_transfer_params": keep_parameters(member.spec.history)}
+    sampling = SamplingParams(max_tokens=500, ignore_eos=True, extra_args=extra)
+    engine.llm.add_request("left", {"prompt_token_ids": begin, "cache_salt": "left"}, sampling)
+    engine.llm.step()
+    engine.llm.abort_request(["left"])
+    engine.generate([begin], [None])
+    found = engine.run(spec_of(round_, [member], FULL))
+    assert [one.local for one in found.members.values()] == [0]
+    engine.release([member])
 
 
 def test_reuse_leaves_exact_requests_exact(engine: Engine) -> None:

@@ -42,6 +42,7 @@ from tests.engine.rig import (
     Oracle,
     engine_processes,
     make_request,
+    new_conversation,
     some_tokens,
 )
 
@@ -202,6 +203,37 @@ async def test_members_outside_a_pass_are_prefilled_by_themselves(
     assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
     blended = [is_blended(handovers[request.request_id]) for request, _ in members]
     assert blended == [True, True, False]
+
+
+async def test_a_cold_round_warms_the_next_also_where_its_turns_are_read_back(
+    engines: LocalEngines, oracle: Oracle
+) -> None:
+    """The second member's cold prompt begins with a turn that the decode engine keeps."""
+    shared = Shared(seed=50)
+    members = [shared.member(history, 100 * history + 50) for history in (150, 230)]
+    begun = [
+        request.prompt_token_ids[:count]
+        for (request, _), count in zip(members, (150, 230), strict=True)
+    ]
+    conversation = new_conversation()
+    turn = make_request(begun[1][:150], conversation)
+    await answer(engines, turn, await engines.prefill(turn))
+    cold = [make_request([*begun[0], 7, 8], None), make_request([*begun[1], 9], conversation)]
+    work = RoundPrefill(
+        plan=RoundPlan(sim=SessionId("sim"), round=0, members=[]),
+        requests=cold,
+        histories={
+            str(request.request_id): part.history
+            for request, (_, part) in zip(cold, members, strict=True)
+        },
+    )
+    answers, handovers = await play(engines, work)
+    assert answers == [oracle.answer(request.prompt_token_ids) for request in cold]
+    assert not any(map(is_blended, handovers.values()))
+    answers, handovers = await play(engines, round_of(shared, members, FULL))
+    assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+    assert [one.cached_tokens for one in handovers.values()] == [150, 230]
+    assert await engines.forget(conversation)
 
 
 async def test_a_pass_that_fails_has_its_members_served_alone(
