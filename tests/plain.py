@@ -9,7 +9,7 @@ _kept: list[Any] = []
 
 
 def plain_engine(model: str | Path, **arguments: Any) -> Any:
-    """A `vllm.LLM`, eager, float32 unless `arguments` say otherwise; it lives as long as the process.
+    """A `vllm.LLM`, eager, float32 unless `arguments` say otherwise. It lives as long as we do.
 
     All engines of one process share what vLLM calls its parallel state: the first that is collected
     takes it from the others.
