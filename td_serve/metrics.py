@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from td_serve.leases import End
-from td_serve.types import Alone
+from td_serve.types import Alone, PassTokens
 
 
 class Counter(Protocol):
@@ -36,6 +36,7 @@ class Meter:
 
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_DEVIATIONS = (0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.004, 0.01, 0.02, 0.05, 0.1)
 _MEMBERS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -68,6 +69,20 @@ class Metrics:
             )
             for why in Alone
         }
+        self.pass_tokens = {
+            source: meter.counter(f"td_pass_tokens_{source}_total", text)
+            for source, text in (
+                ("local", "Tokens of members of passes whose KV was kept from earlier rounds."),
+                ("reused", "Shared tokens that were taken over."),
+                ("selected", "Shared tokens that were computed anew all the same."),
+                ("new", "Tokens of members of passes that are their own, and were computed."),
+            )
+        }
+        self.deviation_left = meter.histogram(
+            "td_pass_deviation_left",
+            "How far what a member of a pass took over deviates from its own, squared, on average.",
+            _DEVIATIONS,
+        )
         self.not_blended = meter.counter(
             "td_round_members_not_blended_total",
             "Members of a pass that were prefilled alone after all, or not at all.",
@@ -102,6 +117,14 @@ class Metrics:
         self.directory_epoch = meter.gauge(
             "td_directory_epoch", "Birth number of the directory this replica is registered with."
         )
+
+    def count_blended(self, counted: PassTokens) -> None:
+        """A pass has prefilled a member."""
+        self.blended.inc()
+        for source, counter in self.pass_tokens.items():
+            counter.inc(float(getattr(counted, source)))
+        if counted.left is not None:
+            self.deviation_left.observe(counted.left)
 
 
 class _Silent:

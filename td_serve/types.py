@@ -148,7 +148,7 @@ class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
     `prompt_tokens`, `cached_tokens` were not computed: found in the prefill engine's prefix cache,
     or, `read` says how many, read from the decode engine that kept them, `kept_by`. Where the KV is
     not what the prompt alone would give, `cache_salt` keeps it apart: the decode engine must use it
-    in place of the request's own.
+    in place of the request's own. `blended` then says where it came from.
     """
 
     request_id: RequestId
@@ -160,6 +160,7 @@ class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
     read: Read | None = None
     kept_by: ReplicaId | None = None
     cache_salt: str | None = None
+    blended: PassTokens | None = None
 
 
 class Read(_Wire, frozen=True, kw_only=True):
@@ -442,7 +443,9 @@ class PassTokens(_Wire, frozen=True, kw_only=True):
     """Where a member's `prompt` tokens came from: prompt = local + reused + selected + new.
 
     `local` was kept from earlier rounds, `reused` taken from the canonical sequence, `selected`
-    shared and computed anew all the same, `new` its own.
+    shared and computed anew all the same, `new` its own. `left` is how far what was reused deviates
+    from what it would be in the member's own context, averaged over all shared tokens; None where
+    the rule has not looked.
     """
 
     prompt: int
@@ -450,6 +453,7 @@ class PassTokens(_Wire, frozen=True, kw_only=True):
     reused: int
     selected: int
     new: int
+    left: float | None = None
 
 
 class PassResult(_Wire, tag="pass-result", frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from td_serve.engine.collective import KV, run_pass
 from td_serve.engine.model import LayeredModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.engine.parts import Part, batches, group_of
-from td_serve.pic.base import Shared
+from td_serve.pic.base import Recovery, Shared, left
 from td_serve.pic.rules import recovery
 from td_serve.types import MemberPass, Rule
 
@@ -37,19 +37,22 @@ class Chooser:
         named = recovery(rule, self._attention.block_size)
         layer = named.check_layer(self._model.layers)
         if layer is None:
-            return _choosing((part, named.chosen(shared)) for part in parts)
+            return _choosing(named, ((part, shared) for part in parts))
         if rule.own:
             found = yield from self._deviations(parts, canonical, layer, shared.tokens)
             return _choosing(
-                (part, named.chosen(Shared(shared.tokens, part.spans, one.tolist())))
-                for part, one in zip(parts, found, strict=True)
+                named,
+                (
+                    (part, Shared(shared.tokens, part.spans, one.tolist()))
+                    for part, one in zip(parts, found, strict=True)
+                ),
             )
         some = _covering(parts)
         found = yield from self._deviations(some, canonical, layer, shared.tokens)
         has = torch.stack([_has(part.member, shared.tokens) for part in some])
         mean = torch.stack(found).sum(0) / has.sum(0).clamp(min=1)
-        chosen = named.chosen(replace(shared, deviations=mean.tolist()))
-        return _choosing((part, chosen) for part in parts)
+        seen = replace(shared, deviations=mean.tolist())
+        return _choosing(named, ((part, seen) for part in parts))
 
     def _deviations(
         self, parts: Sequence[Part], canonical: KV, layer: int, tokens: int
@@ -77,9 +80,18 @@ class Chooser:
         return found
 
 
-def _choosing(choices: Iterable[tuple[Part, Sequence[bool] | None]]) -> list[Part]:
-    """The parts with their choices, without those that have none."""
-    return [replace(part, chosen=chosen) for part, chosen in choices if chosen is not None]
+def _choosing(rule: Recovery, seen: Iterable[tuple[Part, Shared]]) -> list[Part]:
+    """The parts with what the rule chooses of what each has seen, without those that it leaves
+    out. What several have seen is chosen from once."""
+    choices: dict[int, tuple[Shared, Sequence[bool] | None]] = {}
+    made = []
+    for part, shared in seen:
+        if id(shared) not in choices:
+            choices[id(shared)] = (shared, rule.chosen(shared))
+        _, chosen = choices[id(shared)]
+        if chosen is not None:
+            made.append(replace(part, chosen=chosen, left=left(shared, chosen)))
+    return made
 
 
 def _covering(parts: Sequence[Part]) -> list[Part]:

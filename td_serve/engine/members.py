@@ -104,7 +104,10 @@ class Members:
             )
         finally:
             self._passes.release(made.name)
-        return msgspec.structs.replace(handover, cached_tokens=made.spared, cache_salt=salt)
+        spared = made.counted.local + made.counted.reused
+        return msgspec.structs.replace(
+            handover, cached_tokens=spared, cache_salt=salt, blended=made.counted
+        )
 
     def _part(self, request_id: RequestId, task: asyncio.Future[Handover]) -> MemberHandover:
         """What has become of a member whose task is done."""

@@ -14,12 +14,14 @@ from td_serve.types import MemberPass, Span
 @dataclass(frozen=True)
 class Part:
     """One member's: with `history_tokens` of `history` its prompt begins; `chosen` are the shared
-    tokens that it computes all the same, as a mask over the canonical sequence."""
+    tokens that it computes all the same, as a mask over the canonical sequence; `left` is how far
+    the others deviate, if that is known (see `PassTokens`)."""
 
     member: MemberPass
     history: Run
     history_tokens: int
     chosen: Sequence[bool]
+    left: float | None = None
 
     @property
     def spans(self) -> list[Span]:

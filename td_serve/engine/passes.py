@@ -42,12 +42,12 @@ _LOOKS_UP_S = 1.0
 
 
 class Made(msgspec.Struct, frozen=True):
-    """What a pass has made ready for a member: the KV of the first `tokens` of its prompt, `spared`
-    of them without computing anything."""
+    """What a pass has made ready for a member: the KV of the first `tokens` of its prompt, counted
+    by where it came from."""
 
     name: RequestId
     tokens: list[int]
-    spared: int
+    counted: PassTokens
 
     def parameters(self) -> dict[str, Any]:
         """The KV transfer parameters with which the member's request loads it."""
@@ -222,8 +222,4 @@ class RoundPasses:
 
 
 def _made(member: MemberPass, counted: PassTokens) -> Made:
-    return Made(
-        name=member.request_id,
-        tokens=member.token_ids,
-        spared=counted.local + counted.reused,
-    )
+    return Made(name=member.request_id, tokens=member.token_ids, counted=counted)

@@ -225,7 +225,7 @@ class Passes:
             )
             self.store.mirrors[part.member.request_id] = mirror
             self._keep_history(part.member, mirror)
-            found[part.member.request_id] = _count(part.extent, share)
+            found[part.member.request_id] = _count(part, share)
         return found
 
     def canonical(self, wanted: Canonical) -> Generator[None, None, tuple[Run, int]]:
@@ -268,7 +268,8 @@ class Passes:
             self.store.keep(HISTORY, member.history, Run(member.token_ids[:begin], kv))
 
 
-def _count(extent: Extent, share: Share) -> PassTokens:
+def _count(part: Part, share: Share) -> PassTokens:
+    extent = part.extent
     shared = sum(piece.tokens for piece in extent.pieces)
     reused = len(share.cached)
     return PassTokens(
@@ -277,4 +278,5 @@ def _count(extent: Extent, share: Share) -> PassTokens:
         reused=reused,
         selected=shared - reused,
         new=extent.tokens - extent.history - shared,
+        left=part.left,
     )

@@ -33,6 +33,14 @@ class Shared:
         return [place for span in self.segments for place in range(span.start, _end(span))]
 
 
+def left(shared: Shared, chosen: Sequence[bool]) -> float | None:
+    """How far shared tokens deviate that are not chosen, averaged over all; None if not known."""
+    places = shared.places()
+    if not places or not shared.deviations:
+        return None
+    return sum(shared.deviations[at] for at in places if not chosen[at]) / len(places)
+
+
 class Recovery(Protocol):
     """A rule. Pure: the same `Shared` gives the same choice, on every rank."""
 

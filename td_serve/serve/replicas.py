@@ -242,8 +242,11 @@ class EngineReplica:
         """`planned` are the members that a pass was to prefill."""
         self._count(None if part.handover is None else part.handover.read)
         if part.request_id in planned:
-            is_blended = part.handover is not None and part.handover.cache_salt is not None
-            (self._metrics.blended if is_blended else self._metrics.not_blended).inc()
+            counted = None if part.handover is None else part.handover.blended
+            if counted is None:
+                self._metrics.not_blended.inc()
+            else:
+                self._metrics.count_blended(counted)
 
     def _count(self, read: Read | None) -> None:
         if read is None:

@@ -66,7 +66,20 @@ ALL = [part(prompt) for prompt in PROMPTS]
 
 
 def test_the_group_chooses_once_and_within_its_budget(engine: Engine) -> None:
-    first, *others = engine.in_worker(lambda *parts: choose(*parts, HKVD, ALL))
+    def work(model: VllmModel, attention: PagedAttention) -> list[Part]:
+        chooser = Chooser(model, attention, 9999)
+        kv = canonical(model, attention)
+        parts: list[Part] = finish(chooser.choose(HKVD, ALL, kv, SHARED))
+        everything = msgspec.structs.replace(HKVD, ratio=1.0)
+        (none,) = {one.left for one in finish(chooser.choose(everything, ALL, kv, SHARED))}
+        assert none == 0.0
+        return parts
+
+    parts = engine.in_worker(work)
+    (left,) = {one.left for one in parts}
+    assert left is not None
+    assert 0 < left < 1
+    first, *others = (list(one.chosen) for one in parts)
     assert sum(first) == BUDGET
     assert not any(first[: SEGMENTS[0][0]]), "the header is nobody's"
     assert all(one == first for one in others)

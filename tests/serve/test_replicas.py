@@ -28,6 +28,7 @@ from td_serve.types import (
     MemberPlan,
     Mode,
     PassSpec,
+    PassTokens,
     Read,
     ReaderId,
     Registered,
@@ -337,7 +338,10 @@ async def test_what_became_of_a_passes_members_is_counted_and_so_are_members_rea
     )
     read = Read(tokens=64, bytes=1000, seconds=0.1)
     rig.host.engines.outcome = {
-        requests[0].request_id: {"cache_salt": "round:0"},
+        requests[0].request_id: {
+            "cache_salt": "round:0",
+            "blended": PassTokens(prompt=10, local=4, reused=3, selected=2, new=1, left=0.25),
+        },
         requests[2].request_id: {"read": read},
     }
     work = RoundPrefill(plan=plan, requests=requests, passes=[spec])
@@ -347,6 +351,13 @@ async def test_what_became_of_a_passes_members_is_counted_and_so_are_members_rea
         await rig.replica.release(pack(handover))
     counted = {name: sum(values) for name, values in rig.recorder.values.items()}
     assert counted["td_round_members_blended_total"] == 1
+    tokens = {
+        name: count
+        for name, count in counted.items()
+        if name.startswith("td_pass_tokens_") and name.endswith("_total")
+    }
+    assert list(tokens.values()) == [4, 3, 2, 1], tokens
+    assert rig.recorder.values["td_pass_deviation_left"] == [0.25]
     assert counted["td_round_members_not_blended_total"] == 1
     assert (counted["td_kv_reads_total"], counted["td_kv_read_tokens_total"]) == (1, 64)
 
