@@ -190,12 +190,13 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
     over with `rule`: answers are close to exact ones, not the same. What the rule chooses is
     computed anew for each: beginnings of `k` tokens or pages; with `hkvd` those whose KV deviates
     most after a share `depth` of the layers, in runs of `run` tokens, until the rest deviates by
-    `left` or less on average (squared, of the keys' length); looked at for the whole round at once,
-    or for each member by its `own`. A round that wants more than a share `ratio` of the shared
-    tokens for that is prefilled exactly; with `left` 0 just that share is computed. The defaults of
-    `left`, `ratio` and `depth` were chosen with SmolLM2-135M, which with them stays within .02 nats
-    of exact answers on recorded rounds (`td-serve bench reuse --fidelity`): other models may want
-    others.
+    `left` or less on average (squared, of the keys' length; `weighed` by the square root of how
+    much what is asked attends to a token there, of the mean of all); looked at for the whole round
+    at once, or for each member by its `own`. A round that wants more than a share `ratio` of the
+    shared tokens for that is prefilled exactly; with `left` 0 just that share is computed. The
+    defaults of `left`, `ratio` and `depth` were chosen with SmolLM2-135M, which with them stays
+    within .02 nats of exact answers on recorded rounds (`td-serve bench reuse --fidelity`): other
+    models may want others.
 
     `ahead` has what a round puts out computed for the next one before that comes, where a prefill
     replica has nothing else to do: as if its prompts were laid out like the last ones.
@@ -207,10 +208,11 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
     ] = "first_k+hkvd"
     k: NonNegative = 2
     ratio: Share = 0.5
-    left: NotNegative = 0.0015
+    left: NotNegative = 0.0008
     depth: Share = 0.2
     run: Positive = 1
     own: bool = False
+    weighed: bool = True
     ahead: bool = True
 
     def as_rule(self) -> Rule:
@@ -223,6 +225,7 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
             depth=self.depth,
             run=self.run,
             own=self.own,
+            weighed=self.weighed,
         )
 
 

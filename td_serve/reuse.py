@@ -233,6 +233,7 @@ def _member(
         request_id=request.request_id,
         history=history,
         token_ids=request.prompt_token_ids[: parts[-1].end],
+        asked=request.prompt_token_ids[parts[-1].end :],
         pieces=[
             Piece(start=part.start, tokens=part.end - part.start, source=sources[part.key].start)
             for part in parts

@@ -347,7 +347,8 @@ class Rule(_Wire, frozen=True, kw_only=True):
     `depth` of the layers, in runs of `run` tokens, until what is not chosen deviates by `left` or
     less on average; where that takes more than a share `ratio` of the shared tokens, members are
     prefilled alone. With `left` 0 that share is chosen. They choose for the whole group at once,
-    or for each member by its `own`.
+    or for each member by its `own`. `weighed`, a token's deviation counts by how much what is asked
+    attends to it.
     """
 
     name: RuleName
@@ -357,6 +358,7 @@ class Rule(_Wire, frozen=True, kw_only=True):
     depth: float = 0.0
     run: int = 1
     own: bool = False
+    weighed: bool = False
 
 
 class Alone(enum.Enum):
@@ -399,13 +401,15 @@ class MemberPass(_Wire, frozen=True, kw_only=True):
     """A member's part in a pass: its prompt up to the end of the shared part.
 
     Its result is found under `request_id`, once; `history` names the KV that is kept from round to
-    round of what stands before its first piece.
+    round of what stands before its first piece. `asked` is the rest of its prompt, for rules that
+    go by it.
     """
 
     request_id: RequestId
     history: str
     token_ids: list[int]
     pieces: list[Piece]
+    asked: list[int] = []
 
 
 class PassSpec(_Wire, tag="pass", frozen=True, kw_only=True):

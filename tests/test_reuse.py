@@ -50,6 +50,7 @@ def test_what_all_share_is_one_sequence_and_each_has_it_at_its_own_place() -> No
     starts = {part.request_id: [piece.start for piece in part.pieces] for part in spec.members}
     assert starts == {"ada": [1, 3], "bo": [2, 4]}
     assert [part.token_ids for part in spec.members] == [[*ADA, *A, *B], [*BO, *A, *B]]
+    assert [part.asked for part in spec.members] == [[201], [202]]
     assert not reuse.reasons
 
 

@@ -9,7 +9,8 @@ from td_serve.types import Rule, RuleName
 
 
 class Preset(enum.Enum):
-    """`td` is what a deployment does by default; the others are named for their rules.
+    """`td` is what a deployment does by default; the others are named for their rules, `weighed` is
+    `hkvd` with what is asked in mind.
 
     `paper` is that of TokenDance, section 4.2: 15 % of the tokens, chosen at layer 1 for each
     member by itself. There what is shared is read as it was decoded, and not computed: here it is
@@ -21,6 +22,7 @@ class Preset(enum.Enum):
     FIRST_K = "first_k"
     FIRST_PAGES = "first_pages"
     HKVD = "hkvd"
+    WEIGHED = "weighed"
     FIRST_K_HKVD = "first_k+hkvd"
     PAPER = "paper"
     FULL = "full"
@@ -45,8 +47,13 @@ _RULES = {
     Preset.NONE: ReuseSettings(rule="none").as_rule(),
     Preset.FIRST_K: ReuseSettings(rule="first_k", k=4).as_rule(),
     Preset.FIRST_PAGES: ReuseSettings(rule="first_pages", k=2).as_rule(),
-    Preset.HKVD: ReuseSettings(rule="hkvd", ratio=0.15, left=0.0).as_rule(),
-    Preset.FIRST_K_HKVD: ReuseSettings(rule="first_k+hkvd", k=2, ratio=0.15, left=0.0).as_rule(),
-    Preset.PAPER: ReuseSettings(rule="hkvd", ratio=0.15, left=0.0, depth=0.0, own=True).as_rule(),
+    Preset.HKVD: ReuseSettings(rule="hkvd", ratio=0.15, left=0.0, weighed=False).as_rule(),
+    Preset.WEIGHED: ReuseSettings(rule="hkvd", ratio=0.15, left=0.0).as_rule(),
+    Preset.FIRST_K_HKVD: ReuseSettings(
+        rule="first_k+hkvd", k=2, ratio=0.15, left=0.0, weighed=False
+    ).as_rule(),
+    Preset.PAPER: ReuseSettings(
+        rule="hkvd", ratio=0.15, left=0.0, depth=0.0, own=True, weighed=False
+    ).as_rule(),
     Preset.FULL: ReuseSettings(rule="full").as_rule(),
 }

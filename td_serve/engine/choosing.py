@@ -8,17 +8,19 @@ something shared that nobody before them has; for choices of their own, every on
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
-from td_serve.engine.collective import KV, run_pass
+from td_serve.engine.collective import KV, Computed, run_pass
 from td_serve.engine.model import LayeredModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.engine.parts import Part, batches, group_of
 from td_serve.pic.base import Recovery, Shared, left
 from td_serve.pic.rules import recovery
-from td_serve.types import MemberPass, Rule
+from td_serve.rows import Share
+from td_serve.types import MemberPass, Piece, Rule
 
 
 class Chooser:
@@ -39,7 +41,7 @@ class Chooser:
         if layer is None:
             return _choosing(named, ((part, shared) for part in parts))
         if rule.own:
-            found = yield from self._deviations(parts, canonical, layer, shared.tokens)
+            found = yield from self._deviations(rule, parts, canonical, layer, shared.tokens)
             return _choosing(
                 named,
                 (
@@ -48,36 +50,99 @@ class Chooser:
                 ),
             )
         some = _covering(parts)
-        found = yield from self._deviations(some, canonical, layer, shared.tokens)
+        found = yield from self._deviations(rule, some, canonical, layer, shared.tokens)
         has = torch.stack([_has(part.member, shared.tokens) for part in some])
         mean = torch.stack(found).sum(0) / has.sum(0).clamp(min=1)
         seen = replace(shared, deviations=mean.tolist())
         return _choosing(named, ((part, seen) for part in parts))
 
     def _deviations(
-        self, parts: Sequence[Part], canonical: KV, layer: int, tokens: int
+        self, rule: Rule, parts: Sequence[Part], canonical: KV, layer: int, tokens: int
     ) -> Generator[None, None, list[torch.Tensor]]:
         """Of each part, [tokens]: see `Shared`; 0 for what the member does not have."""
-        everything = [replace(part, chosen=[True] * tokens) for part in parts]
+        everything = [replace(_whole(part, rule), chosen=[True] * tokens) for part in parts]
         found = []
         for batch in batches(everything, self._most_rows):
             group = group_of(batch, canonical, self._attention.block_size, until=layer)
             computed = yield from run_pass(self._model, self._attention, group)
-            (keys,) = computed.kv.keys
             for part, share in zip(batch, group.rows.shares, strict=True):
-                # All but the history is computed, so that rows follow one another.
-                own = keys[share.first : share.last]
-                deviations = torch.zeros(tokens)
-                for piece in part.member.pieces:
-                    first = piece.start - part.history_tokens
-                    here = own[first : first + piece.tokens]
-                    there = canonical.keys[layer][piece.source : piece.source + piece.tokens]
-                    far, length = self._model.summed(
-                        torch.stack([(here - there), there]).float().square().sum(-1)
-                    )
-                    deviations[piece.source : piece.source + piece.tokens] = far / length
-                found.append(deviations)
+                seen = _Seen.of(computed, share, part, layer)
+                found.append(self._deviation(rule, seen, canonical, tokens))
         return found
+
+    def _deviation(self, rule: Rule, seen: _Seen, canonical: KV, tokens: int) -> torch.Tensor:
+        deviations = torch.zeros(tokens)
+        weights = self._weights(seen) if rule.weighed and seen.asked else None
+        for piece in seen.pieces:
+            first = piece.start - seen.history_tokens
+            here = seen.keys[first : first + piece.tokens]
+            source = slice(piece.source, piece.source + piece.tokens)
+            there = canonical.keys[seen.layer][source]
+            far, length = self._model.summed(
+                torch.stack([(here - there), there]).float().square().sum(-1)
+            )
+            deviations[source] = far / length
+            if weights is not None:
+                deviations[source] *= weights[piece.start : piece.start + piece.tokens].sqrt()
+        return deviations
+
+    def _weights(self, seen: _Seen) -> torch.Tensor:
+        """How much what is asked attends to each of a prompt's tokens, of the mean of all that are
+        shared, [tokens]."""
+        positions = torch.arange(len(seen.keys)) + seen.history_tokens
+        query, keys = self._model.rotate(
+            seen.layer, positions, seen.queries.clone(), seen.keys.clone()
+        )
+        assert keys is not None, "a rotation gives back what it was given"
+        attended = self._model.summed(
+            self._attention.attended(
+                seen.layer, query[-seen.asked :], torch.cat([seen.history, keys])
+            )
+        )
+        shared = torch.cat([attended[one.start : one.start + one.tokens] for one in seen.pieces])
+        return attended / shared.mean()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What has been computed of a member at a layer: its rows' queries and keys before rotation,
+    behind the rotated keys of its history; its last rows are what is asked."""
+
+    layer: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    history: torch.Tensor
+    history_tokens: int
+    pieces: list[Piece]
+    asked: int
+
+    @classmethod
+    def of(cls, computed: Computed, share: Share, part: Part, layer: int) -> _Seen:
+        """All but the history is computed, so that rows follow one another."""
+        assert computed.queries is not None, "a pass until a layer has them"
+        (keys,) = computed.kv.keys
+        none = keys[:0]
+        history = (
+            part.history.kv.keys[layer][: part.history_tokens] if part.history_tokens else none
+        )
+        return cls(
+            layer=layer,
+            queries=computed.queries[share.first : share.last],
+            keys=keys[share.first : share.last],
+            history=history,
+            history_tokens=part.history_tokens,
+            pieces=part.member.pieces,
+            asked=len(part.member.asked),
+        )
+
+
+def _whole(part: Part, rule: Rule) -> Part:
+    """The member with its whole prompt, where a rule goes by what is asked."""
+    if not rule.weighed:
+        return part
+    member = part.member
+    tokens = [*member.token_ids, *member.asked]
+    return replace(part, member=msgspec.structs.replace(member, token_ids=tokens))
 
 
 def _choosing(rule: Recovery, seen: Iterable[tuple[Part, Shared]]) -> list[Part]:

@@ -51,7 +51,7 @@ class Group:
 
     `canonical` holds keys before rotation; histories and everything computed hold them rotated,
     unless the pass is `unrotated`: it then computes a canonical sequence. With `until`, it computes
-    that one layer's keys and values alone, unrotated too.
+    that one layer's queries, keys and values alone.
     """
 
     rows: Rows
@@ -66,10 +66,14 @@ class Group:
 
 @dataclass
 class Computed:
-    """The rows' KV, and the logits that were asked for."""
+    """The rows' KV, and the logits that were asked for.
+
+    Of a pass `until` a layer that layer's alone, and `queries`, too; all of it before rotation.
+    """
 
     kv: KV
     logits: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
 
 
 class _Sources:
@@ -120,7 +124,7 @@ def run_pass(
         yield
         query, key, value, residual = model.project(layer, hidden, residual)
         if layer == group.until:
-            return Computed(KV([key], [value]))
+            return Computed(KV([key], [value]), queries=query)
         if group.unrotated:
             found.keys.append(key.clone())
         query, turned = model.rotate(layer, positions, query, key)

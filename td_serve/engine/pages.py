@@ -83,6 +83,26 @@ class PagedAttention:
         width = self._places.shape[-1]
         return keys.view(-1, width)[:tokens], values.view(-1, width)[:tokens]
 
+    def attended(self, layer: int, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """How much the last rows of a prompt attend to each of its tokens, [tokens]: the mean over
+        those rows and this rank's heads.
+
+        `query` is theirs, [rows, heads * head size]; `keys` are all tokens', both rotated.
+        """
+        attention = self._layers[layer]
+        heads, size, kv_heads = attention.num_heads, attention.head_size, attention.num_kv_heads
+        rows, tokens = len(query), len(keys)
+        ahead = torch.arange(tokens) > torch.arange(tokens - rows, tokens)[:, None]
+        total = torch.zeros(tokens)
+        # One KV head after the other: all heads' scores at once would be large.
+        grouped = query.float().view(rows, kv_heads, heads // kv_heads, size).unbind(1)
+        for asking, key in zip(
+            grouped, keys.float().view(tokens, kv_heads, size).unbind(1), strict=True
+        ):
+            scores = torch.einsum("rhs,ts->hrt", asking, key) * attention.impl.scale
+            total += scores.masked_fill(ahead, -torch.inf).softmax(-1).sum((0, 1))
+        return total / (heads * rows)
+
     @functools.cached_property
     def _places(self) -> torch.Tensor:
         """Where in a block each number stands, [keys and values, tokens, KV heads * head size].

@@ -20,8 +20,9 @@ class Shared:
     order; what stands before them is nobody's.
 
     `deviations` says of each token how far its keys, in a member's own context, are from the
-    canonical ones at the rule's check layer: the squared distance over those' squared length. Empty
-    for a rule without a check layer.
+    canonical ones at the rule's check layer: the squared distance over those' squared length, and
+    where a rule weighs them, times the square root of how much what is asked attends to that token,
+    of the mean of all. Empty for a rule without a check layer.
     """
 
     tokens: int

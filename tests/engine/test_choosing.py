@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+import torch
 
 from td_serve.engine.choosing import Chooser
 from td_serve.engine.collective import run_pass
@@ -191,3 +192,85 @@ def test_whom_too_much_would_have_to_be_computed_for_is_left_out(engine: Engine)
         return [list(one.chosen) for one in finish(chooser.choose(group, asked, kv, SHARED))]
 
     assert engine.in_worker(work) == []
+
+
+WEIGHED = msgspec.structs.replace(HKVD, weighed=True)
+
+
+def asking(prompt: Prompt) -> Part:
+    """A member whose last tokens are what is asked of it."""
+    end = prompt.pieces[-1].start + prompt.pieces[-1].tokens
+    member = MemberPass(
+        request_id=RequestId("one"),
+        history="",
+        token_ids=prompt.ids[:end],
+        pieces=prompt.pieces,
+        asked=prompt.ids[end:],
+    )
+    return Part(member, NOTHING, 0, ())
+
+
+def test_attention_is_what_a_plain_loop_says(engine: Engine) -> None:
+    def work(model: VllmModel, attention: PagedAttention) -> None:
+        one = model.attention[1]
+        heads, kv_heads, size = one.num_heads, one.num_kv_heads, one.head_size
+        assert heads > kv_heads, "or groups of heads would not be tried"
+        rows, count = 3, 20
+        query, keys = torch.randn(rows, heads, size), torch.randn(count, kv_heads, size)
+        found = attention.attended(1, query.flatten(1), keys.flatten(1))
+        wanted = torch.zeros(count)
+        for row in range(rows):
+            sees = count - rows + row + 1
+            for head in range(heads):
+                key = keys[:sees, head // (heads // kv_heads)]
+                wanted[:sees] += ((key @ query[row, head]) / size**0.5).softmax(0)
+        torch.testing.assert_close(found, wanted / (rows * heads))
+
+    engine.in_worker(work)
+
+
+def test_what_is_asked_decides_together_with_what_deviates(engine: Engine) -> None:
+    """The choice is that of deviations times the root of the attention, both by a plain loop."""
+    one = asking(PROMPTS[3])
+    prompt = PROMPTS[3]
+
+    def work(model: VllmModel, attention: PagedAttention) -> tuple[list[bool], list[float]]:
+        kv = canonical(model, attention)
+        layer = round(HKVD.depth * model.layers)
+        everything = replace(part(prompt), chosen=[True] * len(CANONICAL))
+        own = finish(run_pass(model, attention, group_of([everything], kv, BLOCK, layer)))
+        (keys,) = own.kv.keys
+        query, turned = model.rotate(
+            layer, torch.arange(len(prompt.ids)), own.queries.clone(), keys.clone()
+        )
+        attended = attention.attended(layer, query[-len(one.member.asked) :], turned).tolist()
+        score = [0.0] * len(CANONICAL)
+        for piece in prompt.pieces:
+            for offset in range(piece.tokens):
+                here, there = keys[piece.start + offset], kv.keys[layer][piece.source + offset]
+                far = float((here - there).square().sum() / there.square().sum())
+                score[piece.source + offset] = far * attended[piece.start + offset] ** 0.5
+        return choose(model, attention, WEIGHED, [one])[0], score
+
+    chosen, score = engine.in_worker(work)
+    shared = SHARED.places()
+    highest = sorted(shared, key=lambda place: -score[place])[:BUDGET]
+    assert [place for place in shared if chosen[place]] == sorted(highest)
+    unweighed = engine.in_worker(lambda *parts: choose(*parts, HKVD, [one])[0])
+    assert unweighed != chosen
+
+
+def test_a_kept_history_is_attended_to_as_a_computed_one_is(engine: Engine) -> None:
+    one = asking(PROMPTS[3])
+    history = one.member.pieces[0].start
+
+    def work(model: VllmModel, attention: PagedAttention) -> list[list[bool]]:
+        kv = canonical(model, attention)
+        everything = replace(one, chosen=[True] * len(CANONICAL))
+        computed = finish(run_pass(model, attention, group_of([everything], kv, BLOCK)))
+        run = Run(one.member.token_ids[:history], computed.kv.part(0, history))
+        kept = replace(one, history=run, history_tokens=history)
+        return [choose(model, attention, WEIGHED, [two])[0] for two in (one, kept)]
+
+    computed, kept = engine.in_worker(work)
+    assert computed == kept

@@ -40,7 +40,7 @@ RULES = [
     Rule(name=RuleName.FIRST_K, k=3),
     Rule(name=RuleName.FIRST_PAGES, k=1),
     Rule(name=RuleName.HKVD, ratio=0.3, depth=0.5),
-    Rule(name=RuleName.HKVD, ratio=0.3, depth=0.5, own=True),
+    Rule(name=RuleName.HKVD, ratio=0.3, depth=0.5, own=True, weighed=True),
     Rule(name=RuleName.FIRST_K_HKVD, k=2, ratio=1.0, left=0.05, depth=0.5),
 ]
 _numbers = itertools.count()

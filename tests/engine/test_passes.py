@@ -178,8 +178,9 @@ class Member:
             history=name,
             token_ids=prompt,
             pieces=pieces,
+            asked=tokens(task, next(_numbers)),
         )
-        self.prompt = prompt + tokens(task, next(_numbers))
+        self.prompt = prompt + self.spec.asked
 
 
 def members_of(round_: Round, *histories: int) -> list[Member]:
@@ -473,10 +474,10 @@ def test_a_member_that_is_preempted_loads_again(cramped: Engine) -> None:
 
 
 def test_two_ranks_choose_the_same_and_answer_as_one_does(model: Path, engine: Engine) -> None:
-    """Tensor parallel: each has half of the heads; what deviates is summed before it is ranked."""
+    """Tensor parallel, each with half of the heads: what they see is summed before it is ranked."""
     round_ = Round(70, 33, 5)
     members = members_of(round_, 40, 0, 131)
-    rule = Rule(name=RuleName.HKVD, ratio=0.3, depth=0.5)
+    rule = Rule(name=RuleName.HKVD, ratio=0.3, depth=0.5, weighed=True)
     engine.run(spec_of(round_, members, rule))
     wanted = engine.answers(members, load=True)
     exact = engine.answers(members, load=False)
