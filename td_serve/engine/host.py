@@ -116,7 +116,9 @@ class EngineHost:
         self._keeping = None if leases is None else Keeping(leases, place, self._wake)
         self._passes = RoundPasses(llm, _SLICE_S)
         self._members = Members(self.prefill, self._prefill, self._passes)
-        self._foreseeing = Foreseeing(self._passes, llm.renderer.tokenizer)
+        self._foreseeing = Foreseeing(
+            self._passes, llm.renderer.tokenizer if role == "prefill" else None
+        )
 
     @classmethod
     def start(

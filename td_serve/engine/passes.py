@@ -151,6 +151,8 @@ class RoundPasses:
         """
         if await self.why_none() is not None or self._turn.locked():
             return
+        if self._sparing.will_spare(canonical.key):
+            return
         spec = PassSpec(canonical=canonical, rule=Rule(name=RuleName.NONE), members=[])
         async with self._turn:
             running = asyncio.ensure_future(self._run(spec))

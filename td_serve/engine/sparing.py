@@ -23,10 +23,14 @@ class Sparing:
 
     def spares(self, session: str) -> bool:
         """Whether this round of a session is to go by. Mutates: it then has."""
-        left = self._left.get(session, 0)
-        if left:
-            self._left[session] = left - 1
-        return left > 0
+        spares = self.will_spare(session)
+        if spares:
+            self._left[session] -= 1
+        return spares
+
+    def will_spare(self, session: str) -> bool:
+        """Whether a session's next round is to go by."""
+        return self._left.get(session, 0) > 0
 
     def learn(self, session: str, was_for_nothing: bool) -> None:
         """How a session's pass has ended."""

@@ -7,8 +7,10 @@ from td_serve.engine.sparing import MOST_ROUNDS, MOST_SESSIONS, Sparing
 
 def rounds_until_a_try(sparing: Sparing, session: str) -> int:
     rounds = 0
-    while sparing.spares(session):
+    while sparing.will_spare(session):
+        assert sparing.spares(session)
         rounds += 1
+    assert not sparing.spares(session)
     return rounds
 
 
