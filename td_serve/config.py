@@ -207,8 +207,8 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
         "full", "none", "first_k", "first_pages", "hkvd", "first_k+hkvd", "first_pages+hkvd"
     ] = "first_k+hkvd"
     k: NonNegative = 2
-    ratio: Share = 0.5
-    left: NotNegative = 0.0008
+    ratio: Share = 0.6
+    left: NotNegative = 0.0015
     depth: Share = 0.2
     run: Positive = 1
     own: bool = False

@@ -352,7 +352,8 @@ class RoundCoordinator:
     async def _prepare(
         self, round_: Round, before: RoundRecord, last: Canonical, grows: bool
     ) -> None:
-        """Tell a prefill replica what the round puts out, as it comes; more when it has heard."""
+        """Tell a prefill replica what the round puts out, as it comes: whenever as much again as it
+        knows is known without a gap, and at the end."""
         told = 0
         is_finished = False
         while not is_finished:
@@ -366,14 +367,15 @@ class RoundCoordinator:
                 )
                 for output in before.outputs
             ]
-            known = sum(one.now is not None for one in said)
-            if known > told:
+            known = sum(1 for _ in itertools.takewhile(lambda one: one.now is not None, said))
+            if known > told and (is_finished or known >= 2 * told):
                 told = known
                 await self._dispatcher.engines.prepare(
                     Forecast(sim=round_.sim, last=last, grows=grows, said=said)
                 )
             elif not is_finished:
                 await progress.wait()
+        log.info("round %s of sim %r: told what it put out", round_.number, round_.sim)
 
     def _hand_to(self, member: Member, handover: Handover | None) -> None:
         """Give a member its prefill; if it has left or has one already, give the prefill up."""

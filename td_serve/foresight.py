@@ -29,12 +29,13 @@ def foresee(
     kept = last.segments if grows else []
     end = len(last.token_ids) if grows else _header(last)
     tokens = last.token_ids[:end]
-    spans = list(kept)
-    left = sorted((one for one in said if one.before), key=lambda one: -len(one.before))
-    for span in last.segments:
+    spans = [*kept]
+    left = [one for one in said if one.before]
+    known = len(left)
+    for span in last.segments[-len(left) :] if grows else last.segments:
         old = last.token_ids[span.start : span.start + span.tokens]
         text = decode(old)
-        found = next((one for one in left if one.before in text), None)
+        found = _spoken(text, left)
         if found is None:
             new = [] if grows else list(old)  # nobody said it: it stands between
         elif found.now is None:
@@ -44,10 +45,19 @@ def foresee(
             new = list(encode(text.replace(found.before, found.now, 1))) if found.now else []
         if new:
             spans.append(Span(start=len(tokens), tokens=len(new)))
-            tokens = tokens + new
-    if len(left) == sum(bool(one.before) for one in said) or len(spans) == len(kept):
+            tokens += new
+    if len(left) == known or len(spans) == len(kept):
         return None
     return Canonical(key=last.key, token_ids=tokens, segments=spans)
+
+
+def _spoken(text: str, said: Sequence[Said]) -> Said | None:
+    """Whose words a segment has: the next in order, where that fits, or else the longest."""
+    if said and said[0].before in text:
+        return said[0]
+    return max(
+        (one for one in said if one.before in text), key=lambda one: len(one.before), default=None
+    )
 
 
 def _header(canonical: Canonical) -> int:

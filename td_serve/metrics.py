@@ -121,8 +121,13 @@ class Metrics:
     def count_blended(self, counted: PassTokens) -> None:
         """A pass has prefilled a member."""
         self.blended.inc()
-        for source, counter in self.pass_tokens.items():
-            counter.inc(float(getattr(counted, source)))
+        for source, tokens in (
+            ("local", counted.local),
+            ("reused", counted.reused),
+            ("selected", counted.selected),
+            ("new", counted.new),
+        ):
+            self.pass_tokens[source].inc(float(tokens))
         if counted.left is not None:
             self.deviation_left.observe(counted.left)
 

@@ -154,7 +154,7 @@ def _plan_group(
         canonical=canonical,
         rule=rule,
         members=[
-            _member(histories[group[agent].request_id], group[agent], parts, sources)
+            _member(histories[group[agent].request_id], rule, group[agent], parts, sources)
             for agent, parts in fitting.items()
         ],
     )
@@ -225,6 +225,7 @@ def _canonical(
 
 def _member(
     history: str,
+    rule: Rule,
     request: GenerateRequest,
     parts: Sequence[_Segment],
     sources: Mapping[SegmentKey, Span],
@@ -233,7 +234,7 @@ def _member(
         request_id=request.request_id,
         history=history,
         token_ids=request.prompt_token_ids[: parts[-1].end],
-        asked=request.prompt_token_ids[parts[-1].end :],
+        asked=request.prompt_token_ids[parts[-1].end :] if rule.weighed else [],
         pieces=[
             Piece(start=part.start, tokens=part.end - part.start, source=sources[part.key].start)
             for part in parts

@@ -153,7 +153,7 @@ async def test_what_a_round_puts_out_is_told_as_it_comes_for_the_next_one() -> N
     first, second = listening(1), listening(2)
     await rig.play_all(*first)
     assert rig.engines.forecasts == [], "nothing was said before"
-    slow = next(one for one in second if "/ada/" in one.request_id)
+    slow = next(one for one in second if "/cyd/" in one.request_id)
     gate = rig.engines.hold(Point.OUTPUT, slow.request_id)
     tasks = [rig.start(request) for request in second]
     await gate.reached.wait()
@@ -169,7 +169,7 @@ async def test_what_a_round_puts_out_is_told_as_it_comes_for_the_next_one() -> N
         before[agent]: said[agent] for agent in before
     }
     assert {one.before: one.now for one in early.said} == {
-        before[agent]: said[agent] if agent != "ada" else None for agent in before
+        before[agent]: said[agent] if agent != "cyd" else None for agent in before
     }
     (spec,) = rig.engines.rounds[1].passes
     assert (late.sim, late.last, late.grows) == (VILLAGE, spec.canonical, False)

@@ -22,6 +22,7 @@ from td_serve.types import (
 )
 
 RULE = Rule(name=RuleName.NONE)
+WEIGHED = Rule(name=RuleName.HKVD, weighed=True)
 HEAD = [1, 2, 3]
 
 
@@ -34,9 +35,9 @@ def request(agent: str, *segments: list[int], **fields: Any) -> GenerateRequest:
     )
 
 
-def plan(*requests: GenerateRequest) -> Reuse:
+def plan(*requests: GenerateRequest, rule: Rule = RULE) -> Reuse:
     members = {AgentId(one.request_id): one for one in requests}
-    return plan_reuse(SessionId("sim"), members, RULE, HEAD)
+    return plan_reuse(SessionId("sim"), members, rule, HEAD)
 
 
 A, B, C = [11, 12], [21, 22, 23], [31]
@@ -50,7 +51,11 @@ def test_what_all_share_is_one_sequence_and_each_has_it_at_its_own_place() -> No
     starts = {part.request_id: [piece.start for piece in part.pieces] for part in spec.members}
     assert starts == {"ada": [1, 3], "bo": [2, 4]}
     assert [part.token_ids for part in spec.members] == [[*ADA, *A, *B], [*BO, *A, *B]]
-    assert [part.asked for part in spec.members] == [[201], [202]]
+    assert [part.asked for part in spec.members] == [[], []]
+    (spec,) = plan(
+        request("ada", ADA, A, B, [201]), request("bo", BO, A, B, [202], [203]), rule=WEIGHED
+    ).passes
+    assert [part.asked for part in spec.members] == [[201], [202, 203]]
     assert not reuse.reasons
 
 

@@ -226,15 +226,15 @@ class _Bench:
             return play
 
         def blended(
-            preset: Preset, *, together: bool = True, ahead: bool = False
+            preset: Preset, *, together: bool = True, is_given: bool = False
         ) -> Callable[[], Played]:
             def play() -> Played:
                 salt = uuid.uuid4().hex
                 self._warm(before, preset, salt)
-                if ahead or preset.is_given:
+                if is_given or preset.is_given:
                     self._engine.prepare(self._plan(round_, preset, salt))
                 played = self._blend(round_, preset, salt, together=together)
-                if together and not ahead and preset is self._presets[0]:
+                if together and not is_given and preset is self._presets[0]:
                     self.tokens.append(_counted(played))
                 return played
 
@@ -244,7 +244,7 @@ class _Bench:
             (VLLM, plain(before, round_)),
             (SHARED_FIRST, plain(*shared_first)),
             *((preset.value, blended(preset)) for preset in self._presets),
-            (ahead(self._presets[0]), blended(self._presets[0], ahead=True)),
+            (ahead(self._presets[0]), blended(self._presets[0], is_given=True)),
             *((serial(preset), blended(preset, together=False)) for preset in self._one_by_one()),
         ]
 
@@ -261,7 +261,8 @@ class _Bench:
         measured: dict[tuple[Preset, bool], Measured],
     ) -> None:
         """Add each member's divergences, agreements and match lengths to `measured`."""
-        spec = plan_reuse(self._sim, round_, Preset.FULL.rule, _head(round_)).passes[0]
+        asking = msgspec.structs.replace(Preset.FULL.rule, weighed=True)  # for rules that weigh
+        spec = plan_reuse(self._sim, round_, asking, _head(round_)).passes[0]
         by_request = {str(one.request_id): agent for agent, one in round_.items()}
         # Of an answer's tokens all but the last are read.
         prompts = [

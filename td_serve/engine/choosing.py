@@ -7,7 +7,7 @@ something shared that nobody before them has; for choices of their own, every on
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -21,6 +21,9 @@ from td_serve.pic.base import Recovery, Shared, left
 from td_serve.pic.rules import recovery
 from td_serve.rows import Share
 from td_serve.types import MemberPass, Piece, Rule
+
+_ASKED = 128
+"""At most so many of the last tokens of a prompt say what is attended to."""
 
 
 class Chooser:
@@ -39,27 +42,29 @@ class Chooser:
         named = recovery(rule, self._attention.block_size)
         layer = named.check_layer(self._model.layers)
         if layer is None:
-            return _choosing(named, ((part, shared) for part in parts))
+            return _choosing(named, parts, shared)
         if rule.own:
-            found = yield from self._deviations(rule, parts, canonical, layer, shared.tokens)
-            return _choosing(
-                named,
-                (
-                    (part, Shared(shared.tokens, part.spans, one.tolist()))
-                    for part, one in zip(parts, found, strict=True)
-                ),
-            )
+            found = yield from self._see(rule, parts, canonical, layer, shared.tokens)
+            own = [
+                Shared(shared.tokens, part.spans, *seen.tolist())
+                for part, seen in zip(parts, found, strict=True)
+            ]
+            return [
+                choice
+                for part, seen in zip(parts, own, strict=True)
+                for choice in _choosing(named, [part], seen)
+            ]
         some = _covering(parts)
-        found = yield from self._deviations(rule, some, canonical, layer, shared.tokens)
+        found = yield from self._see(rule, some, canonical, layer, shared.tokens)
         has = torch.stack([_has(part.member, shared.tokens) for part in some])
         mean = torch.stack(found).sum(0) / has.sum(0).clamp(min=1)
-        seen = replace(shared, deviations=mean.tolist())
-        return _choosing(named, ((part, seen) for part in parts))
+        return _choosing(named, parts, Shared(shared.tokens, shared.segments, *mean.tolist()))
 
-    def _deviations(
+    def _see(
         self, rule: Rule, parts: Sequence[Part], canonical: KV, layer: int, tokens: int
     ) -> Generator[None, None, list[torch.Tensor]]:
-        """Of each part, [tokens]: see `Shared`; 0 for what the member does not have."""
+        """Of each part, [2, tokens]: deviations, and scores (see `Shared`); 0 for what the member
+        does not have."""
         everything = [replace(_whole(part, rule), chosen=[True] * tokens) for part in parts]
         found = []
         for batch in batches(everything, self._most_rows):
@@ -67,11 +72,12 @@ class Chooser:
             computed = yield from run_pass(self._model, self._attention, group)
             for part, share in zip(batch, group.rows.shares, strict=True):
                 seen = _Seen.of(computed, share, part, layer)
-                found.append(self._deviation(rule, seen, canonical, tokens))
+                found.append(self._score(rule, seen, canonical, tokens))
+                yield
         return found
 
-    def _deviation(self, rule: Rule, seen: _Seen, canonical: KV, tokens: int) -> torch.Tensor:
-        deviations = torch.zeros(tokens)
+    def _score(self, rule: Rule, seen: _Seen, canonical: KV, tokens: int) -> torch.Tensor:
+        made = torch.zeros(2, tokens)
         weights = self._weights(seen) if rule.weighed and seen.asked else None
         for piece in seen.pieces:
             first = piece.start - seen.history_tokens
@@ -81,10 +87,10 @@ class Chooser:
             far, length = self._model.summed(
                 torch.stack([(here - there), there]).float().square().sum(-1)
             )
-            deviations[source] = far / length
+            made[:, source] = far / length
             if weights is not None:
-                deviations[source] *= weights[piece.start : piece.start + piece.tokens].sqrt()
-        return deviations
+                made[1, source] *= weights[piece.start : piece.start + piece.tokens].sqrt()
+        return made
 
     def _weights(self, seen: _Seen) -> torch.Tensor:
         """How much what is asked attends to each of a prompt's tokens, of the mean of all that are
@@ -96,7 +102,7 @@ class Chooser:
         assert keys is not None, "a rotation gives back what it was given"
         attended = self._model.summed(
             self._attention.attended(
-                seen.layer, query[-seen.asked :], torch.cat([seen.history, keys])
+                seen.layer, query[-min(seen.asked, _ASKED) :], torch.cat([seen.history, keys])
             )
         )
         shared = torch.cat([attended[one.start : one.start + one.tokens] for one in seen.pieces])
@@ -145,18 +151,12 @@ def _whole(part: Part, rule: Rule) -> Part:
     return replace(part, member=msgspec.structs.replace(member, token_ids=tokens))
 
 
-def _choosing(rule: Recovery, seen: Iterable[tuple[Part, Shared]]) -> list[Part]:
-    """The parts with what the rule chooses of what each has seen, without those that it leaves
-    out. What several have seen is chosen from once."""
-    choices: dict[int, tuple[Shared, Sequence[bool] | None]] = {}
-    made = []
-    for part, shared in seen:
-        if id(shared) not in choices:
-            choices[id(shared)] = (shared, rule.chosen(shared))
-        _, chosen = choices[id(shared)]
-        if chosen is not None:
-            made.append(replace(part, chosen=chosen, left=left(shared, chosen)))
-    return made
+def _choosing(rule: Recovery, parts: Sequence[Part], shared: Shared) -> list[Part]:
+    """The parts with what the rule chooses for all of them; none where it leaves them out."""
+    chosen = rule.chosen(shared)
+    if chosen is None:
+        return []
+    return [replace(part, chosen=chosen, left=left(shared, chosen)) for part in parts]
 
 
 def _covering(parts: Sequence[Part]) -> list[Part]:

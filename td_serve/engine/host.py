@@ -200,6 +200,7 @@ class EngineHost:
         or is wrong in any way, only means that more is computed. `parameters` are more of the
         request's KV transfer parameters. Raises BadRequest, EngineFailure or Unavailable.
         """
+        self._passes.give_way()
         async with self.reading.of(request, handle) as source:
             began = time.monotonic()
             handover = await self._prefill(request, {**source, **parameters})

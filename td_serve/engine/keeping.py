@@ -57,11 +57,18 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class Keeping:
     """The turns that one decode engine keeps. `wake` has the engine take a step."""
 
-    def __init__(self, socket: LeaseSocket, place: Place, wake: Callable[[], Awaitable[None]]):
+    def __init__(
+        self,
+        socket: LeaseSocket,
+        place: Place,
+        wake: Callable[[], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client = LeaseClient(socket.address)
         self._socket = socket
         self._place = place
         self._wake = wake
+        self._clock = clock
         self._tasks = Tasks()
         self._kept: dict[ConversationKey, Handle] = {}
         """As granted; some may have ended since `counts` was last asked."""
@@ -79,7 +86,7 @@ class Keeping:
         """The KV transfer parameters that have a turn kept; empty where it shall not be."""
         if request.conversation is None or request.n > 1:
             return {}
-        began = time.monotonic() - request.age_s
+        began = self._clock() - request.age_s
         if self._forgotten.get(request.conversation, -math.inf) > began:
             return {}
         order = LeaseOrder(id=LeaseId(uuid.uuid4().hex), conversation=request.conversation)
@@ -158,7 +165,7 @@ class Keeping:
 
         Says whether there was anything. Raises Unavailable.
         """
-        self._forgotten[conversation] = time.monotonic()
+        self._forgotten[conversation] = self._clock()
         self._forgotten.move_to_end(conversation)
         if len(self._forgotten) > _MOST_FORGOTTEN:
             self._forgotten.popitem(last=False)

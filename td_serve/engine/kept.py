@@ -31,8 +31,9 @@ class Run:
 
 NOTHING = Run([], KV())
 
-CANONICAL, HISTORY = "canonical", "history"
-"""Kinds of runs: what all share, keys before rotation; and what a member's prompt begins with."""
+CANONICAL, AHEAD, HISTORY = "canonical", "ahead", "history"
+"""Kinds of runs: what all share, keys before rotation; a guess at it that goes on otherwise than
+what is kept; and what a member's prompt begins with."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,16 @@ class RoundStore:
 
     def keep(self, kind: str, name: str, run: Run) -> None:
         """Keep a run in place of what was kept under its name."""
-        self._drop((kind, name))
+        self.drop(kind, name)
         self._runs[kind, name] = run
         self._bytes += run.bytes
         while self._bytes > self.budget_bytes and len(self._runs) > 1:
-            self._drop(next(iter(self._runs)))
+            self.drop(*next(iter(self._runs)))
+
+    def drop(self, kind: str, name: str) -> None:
+        """Keep nothing under this name; if nothing is, nothing changes."""
+        if (run := self._runs.pop((kind, name), None)) is not None:
+            self._bytes -= run.bytes
 
     @property
     def own_rows(self) -> int:
@@ -107,7 +113,3 @@ class RoundStore:
             parts = mirror.history_tokens + len(mirror.cached) + len(mirror.positions)
             assert parts == mirror.tokens, f"mirror {name}: {parts} of {mirror.tokens} tokens"
             assert mirror.own.tokens == len(mirror.positions), f"mirror {name}: rows without KV"
-
-    def _drop(self, place: tuple[str, str]) -> None:
-        if (run := self._runs.pop(place, None)) is not None:
-            self._bytes -= run.bytes

@@ -34,7 +34,7 @@ LEASE = "td_lease"
 
 _ANSWER_PATIENCE_S = 5.0
 _SERVER_LOOKS_UP_MS = 500
-_COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class LeaseOrder(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class LeaseKeeper:
         Gives what the request's last output carries.
         """
         params = request.kv_transfer_params or {}
-        if LEASE not in params or self._pool is None or request.status not in _COMPLETE:
+        if LEASE not in params or self._pool is None or request.status not in COMPLETE:
             return None
         order = msgspec.convert(params[LEASE], LeaseOrder)
         # The last token sampled was never fed back; one that was scheduled may not have been.

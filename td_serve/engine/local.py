@@ -20,6 +20,7 @@ from td_serve.types import (
     MemberHandover,
     RequestId,
     RoundPrefill,
+    SessionId,
 )
 
 
@@ -37,6 +38,7 @@ class LocalEngines:
         self.directory = directory or KVDirectory()
         self._prefill = itertools.cycle(prefill)
         self._decode = itertools.cycle(decode)
+        self._had: dict[SessionId, EngineHost] = {}
 
     @classmethod
     def start(
@@ -78,10 +80,12 @@ class LocalEngines:
             and (handle := self.directory.find(one.conversation)) is not None
         }
         work = msgspec.structs.replace(work, handles=handles)
-        return next(self._prefill).prefill_round(work)
+        host = self._had[work.plan.sim] = next(self._prefill)
+        return host.prefill_round(work)
 
     async def prepare(self, forecast: Forecast) -> None:
-        await self.hosts[0].prepare(forecast)
+        if (host := self._had.get(forecast.sim)) is not None:
+            await host.prepare(forecast)
 
     async def cancel_member(self, request_id: RequestId) -> None:
         for host in self.hosts:

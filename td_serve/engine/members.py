@@ -41,6 +41,9 @@ class Members:
 
     async def play(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         """See `EngineHost.prefill_round`."""
+        self._passes.give_way([spec.canonical for spec in work.passes])
+        if work.histories:
+            await self._passes.why_none()  # or it would not be known how to keep them
         name = f"round {work.plan.round} of session {work.plan.sim!r}"
         passes = [
             (spec, asyncio.ensure_future(self._passes.make(spec, name))) for spec in work.passes

@@ -6,7 +6,6 @@ is another one's: all slots of a prompt up to a run's end must be written before
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,13 +20,17 @@ _BASE = 64
 
 
 class PagedAttention:
-    """The attention of one model's layers; `builder` makes the metadata of their backend."""
+    """The attention of one model's layers; `builder` makes the metadata of their backend.
+
+    Raises ModelError where what is written to its pages does not stand there.
+    """
 
     def __init__(self, layers: Sequence[Any], builder: Any, like: torch.Tensor) -> None:
         self._layers = layers
         self._builder = builder
         self._like = like
         self.block_size = int(like.shape[2])
+        self._places = self._find_places()
 
     def memory(self, blocks: int) -> torch.Tensor:
         """Room for `blocks` blocks of one layer, laid out like the engine's own pages."""
@@ -103,8 +106,7 @@ class PagedAttention:
             total += scores.masked_fill(ahead, -torch.inf).softmax(-1).sum((0, 1))
         return total / (heads * rows)
 
-    @functools.cached_property
-    def _places(self) -> torch.Tensor:
+    def _find_places(self) -> torch.Tensor:
         """Where in a block each number stands, [keys and values, tokens, KV heads * head size].
 
         Backends pack keys as their instructions like them: what they write is looked for.

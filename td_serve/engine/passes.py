@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from td_serve.engine.restoring import ready_parameters
 from td_serve.engine.sparing import Sparing
 from td_serve.errors import Unavailable
+from td_serve.segments import alike
 from td_serve.tasks import Tasks
 from td_serve.types import (
     Canonical,
@@ -61,14 +61,6 @@ class Made(msgspec.Struct, frozen=True):
         return f"round:{self.name}:{request.cache_salt or ''}"
 
 
-@dataclass(frozen=True)
-class _Preparing:
-    """A canonical sequence under way, by its key."""
-
-    session: str
-    task: asyncio.Future[PassResult]
-
-
 class RoundPasses:
     """The passes of one engine, one after the other.
 
@@ -82,7 +74,7 @@ class RoundPasses:
         self._turn = asyncio.Lock()
         self._tasks = Tasks()
         self._sparing = Sparing()
-        self._preparing: _Preparing | None = None
+        self._preparing: tuple[Canonical, asyncio.Task[PassResult]] | None = None
         self._is_asked = False
         self.known_why: str | None = None
         """Why there are no passes, once it has been asked."""
@@ -108,8 +100,6 @@ class RoundPasses:
         """
         if await self.why_none() is not None or self._sparing.spares(spec.canonical.key):
             return {}
-        if self._preparing is not None and self._preparing.session != spec.canonical.key:
-            self._preparing.task.cancel()
         async with self._turn:
             try:
                 result = await self._run(spec)
@@ -147,7 +137,7 @@ class RoundPasses:
     async def prepare(self, canonical: Canonical) -> None:
         """Compute a canonical sequence for a pass that is to come, unless one is under way.
 
-        A pass of another session puts an end to it. Raises Unavailable.
+        `give_way` puts an end to it. Raises Unavailable.
         """
         if await self.why_none() is not None or self._turn.locked():
             return
@@ -155,20 +145,31 @@ class RoundPasses:
             return
         spec = PassSpec(canonical=canonical, rule=Rule(name=RuleName.NONE), members=[])
         async with self._turn:
-            running = asyncio.ensure_future(self._run(spec))
-            self._preparing = _Preparing(canonical.key, running)
+            running = asyncio.get_running_loop().create_task(self._run(spec))
+            self._preparing = (canonical, running)
             try:
                 await asyncio.wait({running})
             finally:
                 self._preparing = None
-                running.cancel()
+                _end(running)
                 (ended,) = await asyncio.gather(running, return_exceptions=True)
         if isinstance(ended, Unavailable):
             raise ended
         if isinstance(ended, Exception):
             log.warning("what a next round shares was not prepared: %r", ended)
-        elif isinstance(ended, PassResult):
+        elif isinstance(ended, PassResult) and ended.canonical:
             log.info("%d tokens were prepared for a next round", ended.canonical)
+
+    def give_way(self, wanted: Sequence[Canonical] = ()) -> None:
+        """There is something else to do: end a preparation that is of none of `wanted`."""
+        if self._preparing is None:
+            return
+        guess, running = self._preparing
+        for one in wanted:
+            shorter = min(len(one.token_ids), len(guess.token_ids))
+            if one.key == guess.key and alike(one.token_ids, guess.token_ids) == shorter:
+                return
+        _end(running)
 
     async def mirrors(self) -> int:
         """For how many members the engine keeps what passes have made."""
@@ -221,6 +222,12 @@ class RoundPasses:
             raise Unavailable("the engine has died") from error
         finally:
             call.cancel()
+
+
+def _end(running: asyncio.Task[PassResult]) -> None:
+    """Cancel a pass, once: it must not be cancelled while it tells the worker."""
+    if not running.cancelling():
+        running.cancel()
 
 
 def _made(member: MemberPass, counted: PassTokens) -> Made:

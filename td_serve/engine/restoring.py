@@ -22,10 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.request import RequestStatus
 
 from td_serve.engine.collective import KV
 from td_serve.engine.kept import HISTORY, Mirror, RoundStore, Run
+from td_serve.engine.leasing import COMPLETE
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.segments import key
@@ -41,8 +41,6 @@ _DEFAULT_STORE_BYTES = 2**30
 
 KEEP = "td_keep"
 """Key of a request's KV transfer parameters: see `Keep`."""
-
-_COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class Keep(msgspec.Struct, frozen=True):
@@ -149,9 +147,9 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._promised.pop(request.request_id, None)
         params = request.kv_transfer_params or {}
-        if KEEP in params and request.status in _COMPLETE:
+        if KEEP in params and request.status in COMPLETE:
             keep = msgspec.convert(params[KEEP], Keep)
-            # Its blocks are read in the next step, before anything is written in it.
+            # Its blocks are read before the next step writes anything (`handle_preemptions`).
             if tokens := list(request.prompt_token_ids[: keep.tokens]):
                 self._saves.append(_Save(keep.name, tokens, list(block_ids)))
         return False, None
@@ -167,16 +165,25 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         self._pages = list(kv_caches.values())
 
     @torch.inference_mode()
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        work = self._get_connector_metadata()
-        if self.parts is None:  # no pass has been run
-            self._unloaded.update(block for load in work.loads for block in load.blocks)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Save what is to be saved. vLLM calls this in every step, before it writes to any block;
+        `start_load_kv` may come after that."""
+        assert isinstance(kv_connector_metadata, _Work)
+        if self.parts is None:
             return
-        model, attention = self.parts
-        for save in work.saves:
+        _, attention = self.parts
+        for save in kv_connector_metadata.saves:
             with self.store.spending("save"):
                 self.store.keep(HISTORY, save.name, _run(attention, self._pages, save))
-        for load in work.loads:
+
+    @torch.inference_mode()
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        loads = self._get_connector_metadata().loads
+        if self.parts is None:  # there are no passes, or nobody has asked yet
+            self._unloaded.update(block for load in loads for block in load.blocks)
+            return
+        model, attention = self.parts
+        for load in loads:
             mirror = self.store.mirrors.get(load.name)
             if mirror is None or mirror.tokens < load.last:
                 self._unloaded.update(load.blocks[load.first // attention.block_size :])

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from td_serve.engine.choosing import Chooser
 from td_serve.engine.collective import Group, run_pass
-from td_serve.engine.kept import CANONICAL, HISTORY, NOTHING, Mirror, RoundStore, Run
+from td_serve.engine.kept import AHEAD, CANONICAL, HISTORY, NOTHING, Mirror, RoundStore, Run
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.engine.parts import Part, batches, group_of, private
@@ -181,7 +181,7 @@ class Passes:
         unsettled = [self._part(member, shared.tokens) for member in spec.members]
         self._check_room(unsettled)  # or all that comes before would be for nothing
         with self.store.spending("canonical"):
-            canonical, computed = yield from self.canonical(spec.canonical)
+            canonical, computed = yield from self.canonical(spec.canonical, is_guess=not unsettled)
         if not unsettled:
             return PassResult(members={}, canonical=computed)
         with self.store.spending("choice"):
@@ -228,12 +228,23 @@ class Passes:
             found[part.member.request_id] = _count(part, share)
         return found
 
-    def canonical(self, wanted: Canonical) -> Generator[None, None, tuple[Run, int]]:
+    def canonical(
+        self, wanted: Canonical, *, is_guess: bool = False
+    ) -> Generator[None, None, tuple[Run, int]]:
         """The canonical sequence's KV, and how many of its tokens had to be computed.
 
-        It is kept piece by piece: who gives up loses the last one only.
+        It is kept piece by piece: who gives up loses the last one only. A guess takes nothing away
+        from what is kept: where it goes on otherwise, it is kept beside it, until the next round.
         """
-        run, common = self.store.find(CANONICAL, wanted.key, wanted.token_ids)
+        kept, alike_kept = self.store.find(CANONICAL, wanted.key, wanted.token_ids)
+        guess, alike_guess = self.store.find(AHEAD, wanted.key, wanted.token_ids)
+        common = max(alike_kept, alike_guess)
+        run = guess if alike_guess > alike_kept else kept
+        kind = AHEAD if is_guess and alike_kept < kept.kv.tokens else CANONICAL
+        if not is_guess:
+            self.store.drop(AHEAD, wanted.key)
+            if run is guess:
+                self.store.keep(CANONICAL, wanted.key, run)
         total = len(wanted.token_ids)
         done = common
         while done < total:
@@ -245,7 +256,7 @@ class Passes:
             group = Group(rows, wanted.token_ids[done:end], before, [None], unrotated=True)
             computed = yield from run_pass(self.model, self.attention, group)
             run = Run(wanted.token_ids[:end], before.followed_by(computed.kv))
-            self.store.keep(CANONICAL, wanted.key, run)
+            self.store.keep(kind, wanted.key, run)
             done = end
         return run, total - common  # there may be more of it, from an earlier round
 

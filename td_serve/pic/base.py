@@ -20,14 +20,16 @@ class Shared:
     order; what stands before them is nobody's.
 
     `deviations` says of each token how far its keys, in a member's own context, are from the
-    canonical ones at the rule's check layer: the squared distance over those' squared length, and
-    where a rule weighs them, times the square root of how much what is asked attends to that token,
-    of the mean of all. Empty for a rule without a check layer.
+    canonical ones at the rule's check layer: the squared distance over those' squared length. Empty
+    for a rule without a check layer. `scores`, for a rule that weighs, are deviations times the
+    square root of how much what is asked attends to a token, of the mean of all: how much a token
+    matters.
     """
 
     tokens: int
     segments: Sequence[Span]
     deviations: Sequence[float] = ()
+    scores: Sequence[float] = ()
 
     def places(self) -> list[int]:
         """Every shared token's place in the canonical sequence, in order."""

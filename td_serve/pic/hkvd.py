@@ -5,6 +5,9 @@ Which tokens deviate there tells which do so everywhere, if the layer is not too
 the choice is hardly better than a random one, after a fifth of the depth it is (SmolLM2-135M, the
 traces of the reuse bench, which prints both).
 
+Of tokens that deviate as much those matter more that what is asked attends to: to go by both halves
+what must be computed on the harder texts. What is left is counted without it.
+
 How much deviation is left unmended tells how far answers will be from exact ones, better than any
 fixed share of the tokens: some texts need a tenth of it, others half.
 """
@@ -15,9 +18,10 @@ from td_serve.pic.base import Settled, Shared, mask
 
 
 class HighestDeviation:
-    """Those that deviate most, in runs of `run` tokens: as many as it takes until the others
-    deviate by `left` or less, averaged over all shared tokens. Where that is more than a share
-    `ratio` of them, nothing is chosen. Without such a goal (`left` 0) it is that share.
+    """Those that deviate most, or matter most where that is known, in runs of `run` tokens: as many
+    as it takes until the others deviate by `left` or less, averaged over all shared tokens. Where
+    that is more than a share `ratio` of them, nothing is chosen. Without such a goal (`left` 0) it
+    is that share.
 
     `first` is a rule whose choice comes first and counts, even where it is more than that.
     """
@@ -44,11 +48,13 @@ class HighestDeviation:
         left = sum(shared.deviations[place] for place in places if not made[place])
         runs = [places[start : start + self._run] for start in range(0, len(places), self._run)]
 
-        def deviation(number: int) -> float:
-            return sum(shared.deviations[place] for place in runs[number]) / len(runs[number])
+        scores = shared.scores or shared.deviations
+
+        def score(number: int) -> float:
+            return sum(scores[place] for place in runs[number]) / len(runs[number])
 
         # Of equals the earlier one, on every rank alike.
-        for number in sorted(range(len(runs)), key=lambda number: (-deviation(number), number)):
+        for number in sorted(range(len(runs)), key=lambda number: (-score(number), number)):
             if left <= goal:
                 break
             more = [place for place in runs[number] if not made[place]]

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from td_serve.errors import RequestError, Unavailable
+from td_serve.errors import RequestError
 from td_serve.serve.calls import answer, ask, ask_all, start, stream
 from td_serve.serve.remotes import RemoteDirectory
 from td_serve.serve.routing import towards
@@ -87,11 +87,10 @@ class RayEngines:
 
     async def prepare(self, forecast: Forecast) -> None:
         if (replica := self._had.get(forecast.sim)) is not None:
-            await ask(towards(self._prefill, replica).prepare, pack(forecast))
+            await ask(towards(self._prefill, replica).prepare, pack(forecast), replica)
 
     async def cancel_member(self, request_id: RequestId) -> None:
-        with contextlib.suppress(Unavailable):  # its own replica may be the one that is there
-            await ask_all(self._prefill, "cancel_member", request_id)
+        await ask_all(self._prefill, "cancel_member", request_id)
 
     def decode(
         self, request: GenerateRequest, handover: Handover | None

@@ -30,6 +30,7 @@ from td_serve.types import (
     Read,
     ReaderId,
     Registered,
+    ReplicaId,
     ReplicaState,
     RequestId,
     RoundPrefill,
@@ -132,9 +133,11 @@ class EngineReplica:
                 self._count_part(part, planned)
                 yield pack(part)
 
-    async def prepare(self, packed: bytes) -> None:
-        async with self._watching():
-            await self._host.prepare(unpack(packed, Forecast))
+    async def prepare(self, packed: bytes, asked: ReplicaId) -> None:
+        """For the replica that was asked only: another has nothing of that session."""
+        if asked == self._host.state().replica:
+            async with self._watching():
+                await self._host.prepare(unpack(packed, Forecast))
 
     async def cancel_member(self, request_id: RequestId) -> None:
         self._host.cancel_member(request_id)

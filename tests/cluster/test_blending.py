@@ -100,7 +100,8 @@ def test_the_next_round_of_a_live_session_keeps_what_it_can(cluster: Cluster) ->
             if number:  # in round 0 there is nothing to share
                 assert_blended(cluster, sim, number)
             if number == 1:  # the next one is laid out as this one is
-                wait_for(lambda: "were prepared for a next round" in cluster.logged(), 30, "that")
+                told = f"round 1 of sim {sim!r}: told what it put out"
+                wait_for(lambda: told in cluster.logged(), 30, "that")  # noqa: B023
     told = re.search(rf"round 2 of session '{sim}': of (\d+) .*, (\d+) were", cluster.logged())
     assert told is not None
     assert int(told[2]) == 0 < int(told[1])

@@ -139,6 +139,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Engine]:
     engine = Engine(model)
+    assert engine.call("td_why_no_passes") is None
     yield engine
     engine.close()
 
@@ -243,6 +244,58 @@ def test_what_the_engine_computed_itself_is_a_history_for_the_next_pass(engine: 
     assert [one.local for one in found.members.values()] == list(kept)
     assert engine.answers(members, load=True) == engine.answers(members, load=False)
     engine.release(members)
+
+
+def test_a_history_is_read_before_its_blocks_are_written_to_again(cramped: Engine) -> None:
+    """The pool has room for one of the prompts: the second takes over the first one's blocks, in
+    the step after that has finished."""
+    round_ = Round(70, seed=8)
+    (member,) = members_of(round_, 400)
+    begin = member.spec.token_ids[:400]
+    cramped.generate(
+        [begin, tokens(400, 81)], [keep_parameters(member.spec.history), None], max_tokens=1
+    )
+    found = cramped.run(spec_of(round_, [member], FULL))
+    assert [one.local for one in found.members.values()] == [400]
+    assert cramped.answers([member], load=True) == cramped.answers([member], load=False)
+    cramped.release([member])
+
+
+def canonical_of(round_: Round, *texts: list[int]) -> Canonical:
+    """The header of a round, and these texts after it."""
+    ids = round_.canonical.token_ids[:HEADER]
+    spans = []
+    for text in texts:
+        spans.append(Span(start=len(ids), tokens=len(text)))
+        ids = ids + text
+    return Canonical(key=round_.canonical.key, token_ids=ids, segments=spans)
+
+
+def test_a_wrong_guess_takes_nothing_away_and_a_right_one_is_found(engine: Engine) -> None:
+    round_ = Round(seed=9)
+    first, second, third, wrong = (tokens(count, 900 + count) for count in (70, 50, 33, 41))
+
+    def computed(*texts: list[int], is_guess: bool = False) -> int:
+        sequence = canonical_of(round_, *texts)
+        history = tokens(5, 99)
+        member = MemberPass(
+            request_id=RequestId(f"member-{next(_numbers)}"),
+            history=f"agent-{next(_numbers)}",
+            token_ids=[*history, *texts[0]],
+            pieces=[Piece(start=5, tokens=len(texts[0]), source=HEADER)],
+        )
+        members = [] if is_guess else [member]
+        found = engine.run(PassSpec(canonical=sequence, rule=NONE, members=members))
+        engine.call("td_release", [member.request_id])
+        return found.canonical
+
+    assert computed(first, second) == HEADER + 120
+    assert computed(first, wrong, is_guess=True) == 41
+    assert computed(first, second, third) == 33, "what the guess went on otherwise than is there"
+    assert computed(first, wrong, is_guess=True) == 41, "and the guess has gone with the round"
+    assert computed(first, wrong, third) == 33
+    assert computed(first, wrong, third, second, is_guess=True) == 50
+    assert computed(first, wrong, third, second) == 0
 
 
 def test_of_a_request_that_is_aborted_or_keeps_nothing_there_is_no_history(engine: Engine) -> None:
@@ -423,6 +476,7 @@ def test_a_pass_with_nothing_left_to_compute_is_one_too(engine: Engine) -> None:
 def cramped(model: Path) -> Iterator[Engine]:
     """Steps of 64 tokens, and room for 640."""
     engine = Engine(model, max_model_len=512, max_num_batched_tokens=64, num_gpu_blocks_override=21)
+    assert engine.call("td_why_no_passes") is None
     yield engine
     engine.close()
 

@@ -22,6 +22,7 @@ from td_serve.models.random_model import write_random
 from td_serve.segments import key
 from td_serve.types import (
     Canonical,
+    Forecast,
     GenerateRequest,
     Handover,
     MemberPass,
@@ -32,6 +33,7 @@ from td_serve.types import (
     RoundPrefill,
     Rule,
     RuleName,
+    Said,
     SessionId,
     Span,
 )
@@ -408,36 +410,72 @@ async def test_what_was_prepared_is_not_computed_again_and_gives_the_same(
     assert all(map(is_blended, handovers.values()))
 
 
-async def test_another_sessions_round_does_not_wait_for_what_is_prepared(
-    engines: LocalEngines, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+def sequence_of(count: int, seed: int) -> Canonical:
+    ids = some_tokens(count, seed)
+    return Canonical(key=key((), ids), token_ids=ids, segments=[])
+
+
+@pytest.mark.parametrize("other", ["round", "request"])
+async def test_what_else_is_to_be_done_does_not_wait_for_a_preparation(
+    engines: LocalEngines, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     """It is given up in mid-pass; its own session's round would have waited for it."""
     passes = engines.hosts[0]._passes
     monkeypatch.setattr(passes, "_slice_s", 0.0)
-    ids = [*some_tokens(HEADER, 99), *some_tokens(700, 41)]
-    other = Canonical(key=key(("other",), ids), token_ids=ids, segments=[])
+    sequence = sequence_of(700, 41 if other == "round" else 44)
     async with first_slice_of(engines) as asked:
-        preparing = asyncio.create_task(passes.prepare(other))
+        preparing = asyncio.create_task(passes.prepare(sequence))
         await asked.wait()
         shared = Shared(seed=41)
         members = [shared.member(history, 100 * history + 41) for history in (33, 64)]
-        answers, handovers = await play(engines, round_of(shared, members, FULL))
+        work = round_of(shared, members, FULL)
+        if other == "request":
+            work = msgspec.structs.replace(work, passes=[], requests=work.requests[:1])
+        answers, handovers = await play(engines, work)
         await preparing
-    assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
-    assert all(map(is_blended, handovers.values()))
-    assert await computed_for(engines, other) > 0, "it had come to its end"
+    assert answers == [oracle.answer(request.prompt_token_ids) for request in work.requests]
+    assert all(is_blended(one) == (other == "round") for one in handovers.values())
+    assert await computed_for(engines, sequence) > 0, "it had come to its end"
 
 
-async def test_a_preparation_that_fails_or_is_left_changes_nothing(engines: LocalEngines) -> None:
+async def test_a_preparation_that_fails_or_is_left_changes_nothing(
+    engines: LocalEngines, oracle: Oracle, caplog: pytest.LogCaptureFixture
+) -> None:
     passes = engines.hosts[0]._passes
-    ids = some_tokens(5000, 42)
-    await passes.prepare(Canonical(key=key((), ids), token_ids=ids, segments=[]))  # no such window
+    await passes.prepare(sequence_of(5000, 42))  # the window is not so long
+    assert "5000 tokens, expected at most" in caplog.text
+    sequence = sequence_of(700, 43)
     async with first_slice_of(engines) as asked:
-        ids = some_tokens(700, 43)
-        sequence = Canonical(key=key((), ids), token_ids=ids, segments=[])
         preparing = asyncio.create_task(passes.prepare(sequence))
         await asked.wait()
         preparing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await preparing
-    assert await computed_for(engines, sequence) >= 0, "no pass is under way"
+    shared = Shared(seed=43)
+    members = [shared.member(history, 100 * history + 43) for history in (33, 64)]
+    answers, handovers = await play(engines, round_of(shared, members, FULL))
+    assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+    assert all(map(is_blended, handovers.values()))
+
+
+async def test_a_forecast_is_prepared_where_its_session_was_and_only_in_idle_times(
+    engines: LocalEngines,
+) -> None:
+    """The tokenizer is the model's own: texts that stand in the last sequence are replaced."""
+    host = engines.hosts[0]
+    tokenizer = host._llm.renderer.tokenizer
+    head = some_tokens(HEADER, 45)
+
+    def sequence(text: str) -> Canonical:
+        said = tokenizer.encode(f"{text}\n\n", add_special_tokens=False)
+        span = Span(start=len(head), tokens=len(said))
+        return Canonical(key=key((), head), token_ids=[*head, *said], segments=[span])
+
+    forecast = Forecast(
+        sim=SessionId("sim"),
+        last=sequence("I have baked forty loaves."),
+        grows=False,
+        said=[Said(before="I have baked forty loaves.", now="The gate is open again.")],
+    )
+    await host.prepare(forecast)
+    assert await computed_for(engines, sequence("The gate is open again.")) == 0
