@@ -203,7 +203,11 @@ class _Server:
         self._closing = threading.Event()
         self._socket: Any = zmq.Context.instance().socket(zmq.REP)
         self._socket.setsockopt(zmq.RCVTIMEO, _SERVER_LOOKS_UP_MS)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self._socket.close(linger=0)  # or the process would wait for it at its end
+            raise
         self._thread = threading.Thread(target=self._serve, name="td-leases", daemon=True)
         self._thread.start()
 
