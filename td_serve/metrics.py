@@ -80,7 +80,7 @@ class Metrics:
         }
         self.deviation_left = meter.histogram(
             "td_pass_deviation_left",
-            "How far what members of a pass took over deviates from their own, squared, on average.",
+            "How far what members of a pass took over deviates from their own: squared, the mean.",
             _DEVIATIONS,
         )
         self.not_blended = meter.counter(
