@@ -136,7 +136,8 @@ def bench_reuse(options: Options, say: Callable[[str], None]) -> Result:
     cut = prompts.cuts
     say("starting the engine")
     most = max(sum(_tokens(round_)) for round_ in played)
-    engine = PassEngine(resolve(options.model), options.dtype, options.window, 3 * most)
+    room = max(3 * most, 2 * options.window)  # or the engine would not take the window
+    engine = PassEngine(resolve(options.model), options.dtype, options.window, room)
     bench = _Bench(engine, SessionId(trace.name), options.presets)
     rows: list[Row] = []
     measured: dict[tuple[Preset, bool], Measured] = {}

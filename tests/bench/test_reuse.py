@@ -66,7 +66,7 @@ def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) ->
     write_random(model, like="llama", layers=3, kv_heads=2, head_dim=64)
     command = ["bench", "reuse", "--model", str(model), "--trace", str(VILLAGE)]
     command += ["--first", "2", "--presets", "first_k,td,hkvd,paper,none,full", "--fidelity"]
-    command += ["--window", "2048", "--plot", str(picture)]
+    command += ["--plot", str(picture)]
     # A process of its own: an engine that ends in this one would take the others along.
     program = Path(sys.executable).with_name("td-serve")
     subprocess.run([program, *command, "--json", out], check=True, timeout=300)
