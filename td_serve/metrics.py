@@ -127,7 +127,8 @@ class Metrics:
             ("selected", counted.selected),
             ("new", counted.new),
         ):
-            self.pass_tokens[source].inc(float(tokens))
+            if tokens:  # Ray's counters refuse to count nothing
+                self.pass_tokens[source].inc(float(tokens))
         if counted.left is not None:
             self.deviation_left.observe(counted.left)
 

@@ -322,6 +322,8 @@ class _Instrument:
         self._values = values
 
     def inc(self, value: float = 1.0) -> None:
+        if value <= 0:
+            raise ValueError(f"value must be >0, got {value}")  # as Ray's counters do
         self._values.append(value)
 
     def observe(self, value: float) -> None:

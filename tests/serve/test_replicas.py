@@ -340,7 +340,7 @@ async def test_what_became_of_a_passes_members_is_counted_and_so_are_members_rea
     rig.host.engines.outcome = {
         requests[0].request_id: {
             "cache_salt": "round:0",
-            "blended": PassTokens(prompt=10, local=4, reused=3, selected=2, new=1, left=0.25),
+            "blended": PassTokens(prompt=10, local=0, reused=7, selected=2, new=1, left=0.25),
         },
         requests[2].request_id: {"read": read},
     }
@@ -356,7 +356,12 @@ async def test_what_became_of_a_passes_members_is_counted_and_so_are_members_rea
         for name, count in counted.items()
         if name.startswith("td_pass_tokens_") and name.endswith("_total")
     }
-    assert list(tokens.values()) == [4, 3, 2, 1], tokens
+    assert tokens == {
+        "td_pass_tokens_local_total": 0,
+        "td_pass_tokens_reused_total": 7,
+        "td_pass_tokens_selected_total": 2,
+        "td_pass_tokens_new_total": 1,
+    }
     assert rig.recorder.values["td_pass_deviation_left"] == [0.25]
     assert counted["td_round_members_not_blended_total"] == 1
     assert (counted["td_kv_reads_total"], counted["td_kv_read_tokens_total"]) == (1, 64)
