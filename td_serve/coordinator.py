@@ -370,9 +370,11 @@ class RoundCoordinator:
             known = sum(1 for _ in itertools.takewhile(lambda one: one.now is not None, said))
             if known > told and (is_finished or known >= 2 * told):
                 told = known
-                await self._dispatcher.engines.prepare(
-                    Forecast(sim=round_.sim, last=last, grows=grows, said=said)
-                )
+                forecast = Forecast(sim=round_.sim, last=last, grows=grows, said=said)
+                # An engine that stands still must not keep one of these for every round.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._settings.dispatch.patience_s):
+                        await self._dispatcher.engines.prepare(forecast)
             elif not is_finished:
                 await progress.wait()
         log.info("round %s of sim %r: told what it put out", round_.number, round_.sim)

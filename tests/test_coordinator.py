@@ -200,6 +200,22 @@ async def test_a_transcript_is_told_to_grow_and_an_engine_that_is_lost_changes_n
     assert [one.grows for one in rig.engines.forecasts] == [False, True]
 
 
+async def test_a_replica_that_stands_still_is_told_no_longer_than_a_request_waits() -> None:
+    """Rounds go on meanwhile; nothing of it stays."""
+    patience = DispatchSettings(attempts=2, retry_backoff_s=0.0, patience_s=0.01)
+    rig = Rig(reuse=ReuseSettings(mode="blend", rule="none"))
+    rig.coordinator.configure(
+        CoordinatorSettings(reuse=ReuseSettings(mode="blend", rule="none"), dispatch=patience)
+    )
+    gate = rig.engines.hold(Point.PREPARE, VILLAGE)
+    for number in (1, 2, 3):
+        await rig.play_all(*listening(number))
+    await gate.reached.wait()
+    await rig.end()
+    assert not gate.opened.is_set()
+    assert len(rig.engines.rounds) == 3
+
+
 async def test_nothing_is_told_where_it_is_not_wanted() -> None:
     rig = Rig(reuse=ReuseSettings(mode="blend", rule="none", ahead=False))
     for number in (1, 2):

@@ -159,22 +159,6 @@ def test_nothing_deviates_in_the_canonical_context(engine: Engine) -> None:
     assert some > 10 * CLOSE
 
 
-def test_a_kept_history_gives_the_same_choice(engine: Engine) -> None:
-    one = ALL[3]
-    history = one.member.pieces[0].start
-
-    def work(model: VllmModel, attention: PagedAttention) -> list[list[bool]]:
-        kv = canonical(model, attention)
-        everything = replace(one, chosen=[True] * len(CANONICAL))
-        computed = finish(run_pass(model, attention, group_of([everything], kv, BLOCK)))
-        run = Run(one.member.token_ids[:history], computed.kv.part(0, history))
-        kept = replace(one, history=run, history_tokens=history)
-        return [choose(model, attention, HKVD, [two])[0] for two in (one, kept)]
-
-    computed, kept = engine.in_worker(work)
-    assert computed == kept
-
-
 def test_whom_too_much_would_have_to_be_computed_for_is_left_out(engine: Engine) -> None:
     """With a goal, by choices of their own: who reads it as it was computed goes on alone."""
     same = Prompt(5, 0, 0, 0)
@@ -260,8 +244,14 @@ def test_what_is_asked_decides_together_with_what_deviates(engine: Engine) -> No
     assert unweighed != chosen
 
 
-def test_a_kept_history_is_attended_to_as_a_computed_one_is(engine: Engine) -> None:
-    one = asking(PROMPTS[3])
+@pytest.mark.parametrize(
+    ("rule", "one"),
+    [(HKVD, ALL[3]), (WEIGHED, asking(PROMPTS[3]))],
+    ids=["by deviation", "by what is asked, too"],
+)
+def test_a_kept_history_gives_the_same_choice_as_a_computed_one(
+    engine: Engine, rule: Rule, one: Part
+) -> None:
     history = one.member.pieces[0].start
 
     def work(model: VllmModel, attention: PagedAttention) -> list[list[bool]]:
@@ -270,7 +260,7 @@ def test_a_kept_history_is_attended_to_as_a_computed_one_is(engine: Engine) -> N
         computed = finish(run_pass(model, attention, group_of([everything], kv, BLOCK)))
         run = Run(one.member.token_ids[:history], computed.kv.part(0, history))
         kept = replace(one, history=run, history_tokens=history)
-        return [choose(model, attention, WEIGHED, [two])[0] for two in (one, kept)]
+        return [choose(model, attention, rule, [two])[0] for two in (one, kept)]
 
     computed, kept = engine.in_worker(work)
     assert computed == kept

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from td_serve.breakeven import BreakEven
 from td_serve.config import DispatchSettings
 from td_serve.dispatch import Dispatcher
 from td_serve.engine.codec import encode_sampling
@@ -376,15 +377,21 @@ async def test_a_reader_lets_go_when_it_has_read(rig: Rig, monkeypatch: pytest.M
 
 
 async def test_the_threshold_finds_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a few turns it is measured what both ways take, and no guess counts any more."""
+    """After a few turns it is measured what both ways take, and no guess counts any more: whatever
+    it would have been, the threshold is what it is."""
     auto = msgspec.structs.replace(rig.prefill.reading.settings, kv_recompute_threshold="auto")
     monkeypatch.setattr(rig.prefill.reading, "settings", auto)
+    measured = BreakEven(64)
+    monkeypatch.setattr(rig.prefill.reading, "_break_even", measured)
+    assert rig.prefill.reading.least_tokens == 64
     conversation, prompt = new_conversation(), some_tokens(200, 60)
     for number in range(4):
         answer, _ = await rig.turn(prompt, conversation)
         assert answer == rig.wanted(prompt)
         prompt = prompt + answer + some_tokens(40, 61 + number)
-    assert rig.prefill.reading.least_tokens != 64
+    found = rig.prefill.reading.least_tokens
+    monkeypatch.setattr(measured, "_before", 65)
+    assert rig.prefill.reading.least_tokens == found
 
 
 async def test_a_request_that_grows_takes_leases_and_is_not_preempted(rig: Rig) -> None:
