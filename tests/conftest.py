@@ -33,6 +33,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 MODEL = "smollm2-135m-instruct"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say what `make test` may run side by side: files, but one deployment's tests at a time.
+
+    Deployments start slowly when several do at once, and the session has one for many files.
+    """
+    deploying = {item.path for item in items if item.get_closest_marker("cluster")}
+    for item in items:
+        group = "cluster" if item.path in deploying else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The real small model; `make test` fetches it first."""
