@@ -15,6 +15,7 @@ import enum
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+from td_serve.authors import Turn
 from td_serve.errors import BadRequest, RoundConflict
 from td_serve.reuse import ALL_EXACT, Reuse
 from td_serve.segments import key
@@ -24,6 +25,7 @@ from td_serve.types import (
     AgentOutput,
     Canonical,
     GenerateRequest,
+    Handle,
     MemberPass,
     MemberPlan,
     Membership,
@@ -48,6 +50,14 @@ class MemberState(enum.Enum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A turn whose KV is kept, and where."""
+
+    handle: Handle
+    turn: Turn
+
+
 @dataclass
 class Member:
     """An agent in a round, its request, and what has become of it."""
@@ -58,6 +68,8 @@ class Member:
     position: int | None = None
     state: MemberState = MemberState.WAITING
     output: AgentOutput | None = None
+    kept: Kept | None = None
+    """Its turn, if the KV of what it put out is kept for others."""
 
     @property
     def asked(self) -> GenerateRequest:
@@ -65,9 +77,21 @@ class Member:
         assert self.request is not None, f"{self.agent} is {self.state.value}"
         return self.request
 
-    def finish(self, output: AgentOutput) -> None:
-        """It has been served. Mutates: done, with what it put out on record."""
+    def finish(self, output: AgentOutput, handle: Handle | None = None) -> None:
+        """It has been served. Mutates: done, with what it put out on record, and whose KV `handle`
+        stands for."""
         self.output = output
+        if handle is not None:
+            self.kept = Kept(
+                handle,
+                Turn(
+                    lease=handle.lease,
+                    salt=self.asked.cache_salt,
+                    start=len(self.asked.prompt_token_ids),
+                    token_ids=output.token_ids,
+                    kept=handle.tokens,
+                ),
+            )
         self.state = MemberState.DONE
 
     def forget_request(self) -> None:
@@ -221,6 +245,16 @@ class Session:
         opened = self._open(membership.round, membership.n_agents, now, patience_s)
         opened.deadline_ms = membership.deadline_ms
         return opened
+
+    def kept(self, but: Round | None = None) -> dict[AgentId, Kept]:
+        """The last turn of every agent whose KV is kept, of all rounds but one."""
+        return {
+            member.agent: member.kept
+            for _, round_ in sorted(self.rounds.items())
+            if round_ is not but
+            for member in round_.in_order()
+            if member.kept is not None
+        }
 
     def share(self, canonical: Canonical) -> bool:
         """A round's members share this. Says whether it is what they shared before, and more.

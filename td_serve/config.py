@@ -198,8 +198,14 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
     within .02 nats of exact answers on recorded rounds (`td-serve bench reuse --fidelity`): other
     models may want others.
 
+    `base` says what that KV is that members take over: of the `canonical` sequence, in which all
+    that they share is computed once; or the `author`'s, as the agent that put it out has decoded
+    it, read from the decode replica that has kept it (it needs conversations'
+    `bidirectional_kv_xfer`): a read in place of the computation, but it deviates more.
+
     `ahead` has what a round puts out computed for the next one before that comes, where a prefill
-    replica has nothing else to do: as if its prompts were laid out like the last ones.
+    replica has nothing else to do: as if its prompts were laid out like the last ones. With the
+    `author`'s base there is nothing to be computed.
     """
 
     mode: Literal["exact", "blend"] = "exact"
@@ -214,6 +220,12 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
     own: bool = False
     weighed: bool = True
     ahead: bool = True
+    base: Literal["canonical", "author"] = "canonical"
+
+    @property
+    def reads_authors(self) -> bool:
+        """Whether turns are kept for those who read what they have put out."""
+        return self.mode == "blend" and self.base == "author"
 
     def as_rule(self) -> Rule:
         """The rule, for a plan."""

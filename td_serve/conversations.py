@@ -12,8 +12,9 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
+from td_serve import tenants
 from td_serve.errors import BadRequest
-from td_serve.types import ConversationKey
+from td_serve.types import AgentId, ConversationKey, SessionId
 
 HEADERS = ("x-session-id", "x-claude-code-session-id", "x-session-affinity", "session-id")
 """Request headers that name a conversation, the first one present counts."""
@@ -64,6 +65,14 @@ def key(tenant: str, conversation: str) -> ConversationKey:
     # Keyed: there is no text that two tenants' conversations could share.
     its = hashlib.blake2b(conversation.encode(), key=mine.digest(), digest_size=16)
     return ConversationKey(f"{mine.hexdigest()}-{its.hexdigest()}")
+
+
+def writes(sim: SessionId, agent: AgentId) -> ConversationKey:
+    """Under what an agent's turns in a session are kept for those who read what it puts out.
+
+    Of the session's tenant; no id that a client can send gives the same.
+    """
+    return key(tenants.tenant_of(sim), f"\n{len(sim)}\n{sim}{agent}")
 
 
 def tenant_of(conversation: ConversationKey) -> str:

@@ -21,8 +21,9 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
-from td_serve.collector import Admission, Member, MemberState, Round, Session, plan_round
+from td_serve.collector import Admission, Kept, Member, MemberState, Round, Session, plan_round
 from td_serve.config import CoordinatorSettings
+from td_serve.conversations import writes
 from td_serve.dispatch import Dispatcher, Engines
 from td_serve.errors import BadRequest, RequestError, RoundConflict, Unavailable
 from td_serve.metrics import Metrics
@@ -34,6 +35,7 @@ from td_serve.types import (
     AgentId,
     AgentOutput,
     Canonical,
+    ConversationKey,
     Delta,
     Forecast,
     GenerateRequest,
@@ -92,15 +94,19 @@ class RoundCoordinator:
                 log.info("session %r: serving alone: %s", admission.round.sim, admission.alone)
                 self._metrics.stragglers.inc()
                 handover = None
-            waited = msgspec.structs.replace(request, age_s=request.age_s + self._clock() - came)
+            waited = msgspec.structs.replace(
+                request,
+                age_s=request.age_s + self._clock() - came,
+                writes=self._writes(admission),
+            )
             deltas = self._dispatcher.generate(waited, handover)
             async with contextlib.aclosing(deltas):
                 async for delta in deltas:
                     output.add(delta)
                     if delta.finished:
                         # Before the client has it: it may close the stream as soon as it has.
-                        member.finish(output.result())
-                    yield delta
+                        member.finish(output.result(), delta.handle)
+                    yield delta if delta.handle is None else _without_handle(delta)
         finally:
             self._depart(admission)
 
@@ -141,6 +147,9 @@ class RoundCoordinator:
         if not session.is_idle:
             raise RoundConflict(f"sim: {sim_of(sim)!r} has a round under way", field="sim")
         del self._sessions[sim]
+        for agent, kept in session.kept().items():
+            if kept.handle.conversation == writes(sim, agent):  # or it has a life of its own
+                self._ahead.run(self._free(kept.handle.conversation))
         return True
 
     def check_integrity(self) -> None:
@@ -207,6 +216,19 @@ class RoundCoordinator:
         self._tell()
         if admission.alone is None and admission.round.is_finished:
             self._metrics.round_seconds.observe(self._clock() - admission.round.opened_at)
+
+    def _writes(self, admission: Admission) -> ConversationKey | None:
+        """Under what the member's turn is kept for those who read what it puts out."""
+        if not self._settings.reuse.reads_authors:
+            return None
+        return writes(admission.round.sim, admission.member.agent)
+
+    async def _free(self, conversation: ConversationKey) -> None:
+        """Free what is kept, if whoever keeps it can be asked; its lease ends by itself."""
+        try:
+            await self._dispatcher.engines.forget(conversation)
+        except RequestError as error:
+            log.warning("what a session's agents put out is kept a while: %s", error.message)
 
     def _tell(self) -> None:
         """Wake those who wait for a round to finish."""
@@ -292,15 +314,18 @@ class RoundCoordinator:
         for member in members:
             if not member.asked.hand_over:
                 self._hand_to(member, None)
+        turns = {kept.turn.lease: kept.handle for kept in self._kept_before(round_)}
+        written = {one.lease for spec in reuse.passes for one in spec.written}
         work = RoundPrefill(
             plan=plan,
             requests=[member.asked for member in members if member.asked.hand_over],
             passes=reuse.passes,
             histories={str(one): name for one, name in reuse.histories.items()},
+            turns={str(lease): turns[lease] for lease in written & turns.keys()},
         )
         if not work.requests:
             return
-        if self._settings.reuse.ahead:
+        if self._settings.reuse.ahead and not self._settings.reuse.reads_authors:
             self._foresee(round_, reuse)
         try:
             done = self._dispatcher.engines.prefill_round(work)
@@ -320,13 +345,16 @@ class RoundCoordinator:
         if settings.mode == "exact":
             return ALL_EXACT
         said = self._said_before(round_)
+        turns = (
+            [kept.turn for kept in self._kept_before(round_)] if settings.reads_authors else None
+        )
         asked = {member.agent: member.asked for member in members}
         head = next((one.head for one in asked.values() if one.head), [])
 
         def plan() -> Reuse:
             quotes = Quotes(said)
             requests = {agent: _in_segments(one, quotes) for agent, one in asked.items()}
-            return plan_reuse(round_.sim, requests, settings.as_rule(), head)
+            return plan_reuse(round_.sim, requests, settings.as_rule(), head, turns)
 
         # It reads every prompt. Members may leave meanwhile.
         return await asyncio.to_thread(plan)
@@ -336,6 +364,11 @@ class RoundCoordinator:
         session = self._sessions.get(round_.sim)
         others = [] if session is None else [r for r in session.rounds.values() if r is not round_]
         return [output.token_ids for other in others for output in other.record().outputs]
+
+    def _kept_before(self, round_: Round) -> list[Kept]:
+        """The agents' last turns before this round, those whose KV is kept."""
+        session = self._sessions.get(round_.sim)
+        return [] if session is None else list(session.kept(but=round_).values())
 
     def _foresee(self, round_: Round, reuse: Reuse) -> None:
         """Have what the round puts out prepared for the next one, where the members of this one
@@ -393,6 +426,11 @@ def _in_segments(request: GenerateRequest, quotes: Quotes) -> GenerateRequest:
     if request.cuts:
         return request
     return msgspec.structs.replace(request, cuts=quotes.cuts(request.prompt_token_ids))
+
+
+def _without_handle(delta: Delta) -> Delta:
+    """What is a client's business of it."""
+    return msgspec.structs.replace(delta, handle=None)
 
 
 class _Output:

@@ -23,6 +23,7 @@ from td_serve.errors import EngineFailure, Unavailable
 from td_serve.metrics import Metrics
 from td_serve.tasks import Tasks
 from td_serve.types import (
+    ConversationKey,
     Delta,
     Forecast,
     GenerateRequest,
@@ -65,6 +66,10 @@ class Engines(Protocol):
 
     async def release(self, handover: Handover) -> None:
         """Give a handover up: nobody will read those blocks."""
+        ...
+
+    async def forget(self, conversation: ConversationKey) -> bool:
+        """Free what is kept of a conversation. Says whether anything was."""
         ...
 
 

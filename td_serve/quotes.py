@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 SHORTEST = 16
 """Tokens of a text that is looked for, without its edges: shorter ones are not worth a segment."""
-_EDGE = 2
+EDGE = 2
 """Tokens at either end of a text that may have been merged with others."""
 _KEY = 8
 """First tokens by which texts are looked up: enough that few others begin so."""
@@ -24,7 +24,7 @@ class Quotes:
     """What was said: any number of texts, each as the tokens that were put out."""
 
     def __init__(self, said: Iterable[Sequence[int]]) -> None:
-        texts = {tuple(text[_EDGE : len(text) - _EDGE]) for text in said}
+        texts = {tuple(text[EDGE : len(text) - EDGE]) for text in said}
         self._by_beginning: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for text in sorted((one for one in texts if len(one) >= SHORTEST), key=len, reverse=True):
             self._by_beginning.setdefault(text[:_KEY], []).append(text)

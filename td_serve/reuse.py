@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from td_serve.authors import Turn, find_written
 from td_serve.segments import alike, key
 from td_serve.types import (
     AgentId,
@@ -70,12 +71,18 @@ ALL_EXACT = Reuse(passes=[], reasons={})
 
 
 def plan_reuse(
-    sim: SessionId, members: Mapping[AgentId, GenerateRequest], rule: Rule, head: Sequence[int]
+    sim: SessionId,
+    members: Mapping[AgentId, GenerateRequest],
+    rule: Rule,
+    head: Sequence[int],
+    turns: Sequence[Turn] | None = None,
 ) -> Reuse:
     """One pass for those members that have something in common; `members` in the round's order.
 
     `head` is what a prompt of the model begins with (a neutral system text, as its template has
-    it), for the canonical sequence's own header. Members under different salts never meet.
+    it), for the canonical sequence's own header. Members under different salts never meet. What is
+    shared is computed in the canonical sequence, or else taken from the `turns` that put it out:
+    what is kept of the one is not taken for the other.
     """
     passes: list[PassSpec] = []
     reasons: dict[RequestId, Alone] = {}
@@ -83,7 +90,7 @@ def plan_reuse(
         request.request_id: _history(sim, agent, request) for agent, request in members.items()
     }
     for group in _by_salt(members, reasons):
-        spec = _plan_group(sim, group, rule, head, reasons, histories)
+        spec = _plan_group(sim, group, rule, head, reasons, histories, turns)
         if spec is not None:
             passes.append(spec)
     return Reuse(passes=passes, reasons=reasons, histories=histories)
@@ -116,6 +123,7 @@ def _plan_group(
     head: Sequence[int],
     reasons: dict[RequestId, Alone],
     histories: Mapping[RequestId, str],
+    turns: Sequence[Turn] | None,
 ) -> PassSpec | None:
     prompts = {agent: segments(one.prompt_token_ids, one.cuts) for agent, one in group.items()}
     begin = _common_beginning(list(prompts.values()))
@@ -144,7 +152,8 @@ def _plan_group(
         for part in parts
     }
     first = next(iter(fitting))
-    scope = (sim, group[first].cache_salt or "")
+    salt = group[first].cache_salt
+    scope = [sim, salt or "", *([] if turns is None else ["as written"])]
     common = group[first].prompt_token_ids[: prompts[first][begin].start]
     common = common[alike(head, common) :]  # both begin as the template does
     named = [one for one in order if one in texts]
@@ -157,6 +166,7 @@ def _plan_group(
             _member(histories[group[agent].request_id], rule, group[agent], parts, sources)
             for agent, parts in fitting.items()
         ],
+        written=find_written(canonical.token_ids, turns or (), salt),
     )
 
 

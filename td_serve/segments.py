@@ -54,16 +54,17 @@ def locate(prompt: str, texts: Sequence[Sequence[str]]) -> list[int]:
     places = set()
     at = 0
     for parts in texts:
-        whole = "".join(parts)
-        for text in (whole, whole.strip()):
-            start = prompt.find(text, at)
-            if text and start >= 0:
-                break
-        else:
+        text = "".join(parts)
+        trimmed = text.strip() or text
+        start = prompt.find(trimmed, at)
+        if not trimmed or start < 0:
             continue
-        at = start + len(text)
         # Where the segments' own edges are, as if nothing had been trimmed.
-        first = start - (len(whole) - len(whole.lstrip()) if text != whole else 0)
+        first = start - text.find(trimmed)
+        if first >= at and prompt.startswith(text, first):
+            start, at = first, first + len(text)
+        else:
+            at = start + len(trimmed)
         for edge in itertools.accumulate(map(len, parts[:-1]), initial=first):
             if max(edge, start) < at:
                 places.add(max(edge, start))

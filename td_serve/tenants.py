@@ -73,6 +73,14 @@ def sim_of(session_id: SessionId) -> str:
     return rest[int(length) + 1 :]
 
 
+def tenant_of(session_id: SessionId) -> TenantId:
+    """Whose session it is."""
+    if not session_id.startswith(_SCOPED):
+        return OPEN
+    length, _, rest = session_id.removeprefix(_SCOPED).partition(":")
+    return TenantId(rest[: int(length)])
+
+
 def salt(tenant: TenantId, own: str | None) -> str | None:
     """The prefix-cache salt of a request for which its client named the salt `own`, if any.
 

@@ -39,7 +39,7 @@ ReaderId = NewType("ReaderId", str)
 SegmentKey = NewType("SegmentKey", str)
 """Position-independent identity of a run of tokens: 128 bits, hexadecimal."""
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 
 class WireVersionError(TdServeError):
@@ -91,7 +91,9 @@ class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
     `sampling` says of the number of continuations. A turn of a `conversation` leaves its KV under a
     lease for the next one. The prompt's segments begin at token 0 and at each of `cuts`; where it
     has any, or belongs to a round, `head` is what prompts of this model begin with, its system text
-    a neutral one. `age_s` is for how long it had been under way when this was sent.
+    a neutral one. `age_s` is for how long it had been under way when this was sent. A turn that is
+    not kept for its conversation is kept under `writes` where it has that, for those who read what
+    it puts out.
     """
 
     request_id: RequestId
@@ -108,6 +110,7 @@ class GenerateRequest(_Wire, tag="generate", frozen=True, kw_only=True):
     cuts: list[int] = []
     head: list[int] = []
     age_s: float = 0.0
+    writes: ConversationKey | None = None
 
 
 class Handle(_Wire, tag="handle", frozen=True, kw_only=True):
@@ -284,7 +287,8 @@ class RoundPrefill(_Wire, tag="round-prefill", frozen=True, kw_only=True):
 
     `handles`, by request id, are of members whose conversations are kept somewhere. Members that
     are in one of the `passes` are prefilled by it, the others each by themselves; of those that
-    have a name in `histories` the KV is kept under it, for passes to come.
+    have a name in `histories` the KV is kept under it, for passes to come. `turns`, by lease, are
+    of turns in which was written what the members share.
     """
 
     plan: RoundPlan
@@ -292,6 +296,7 @@ class RoundPrefill(_Wire, tag="round-prefill", frozen=True, kw_only=True):
     handles: dict[str, Handle] = {}
     passes: list[PassSpec] = []
     histories: dict[str, str] = {}
+    turns: dict[str, Handle] = {}
 
 
 class MemberHandover(_Wire, tag="member-handover", frozen=True, kw_only=True):
@@ -412,15 +417,25 @@ class MemberPass(_Wire, frozen=True, kw_only=True):
     asked: list[int] = []
 
 
+class Written(_Wire, frozen=True, kw_only=True):
+    """What a turn has put out of the canonical sequence: `piece` stands so in the turn's tokens,
+    whose KV is kept under `lease`."""
+
+    lease: LeaseId
+    piece: Piece
+
+
 class PassSpec(_Wire, tag="pass", frozen=True, kw_only=True):
     """A collective pass: the members of one round, prefilled as one.
 
-    Without members it leaves the canonical sequence's KV, for a pass that is to come.
+    What is `written` is taken as it was decoded, the rest of the canonical sequence computed around
+    it. Without members the pass leaves the canonical sequence's KV, for one that is to come.
     """
 
     canonical: Canonical
     rule: Rule
     members: list[MemberPass]
+    written: list[Written] = []
 
 
 class Said(_Wire, frozen=True, kw_only=True):

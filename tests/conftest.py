@@ -36,8 +36,15 @@ MODEL = "smollm2-135m-instruct"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say what `make test` may run side by side: files, but one deployment's tests at a time.
 
-    Deployments start slowly when several do at once, and the session has one for many files.
+    Deployments start slowly when several do at once, and the session has one for many files. Those
+    that want to be alone come last, when nobody needs that one any more.
     """
+
+    def is_alone(item: pytest.Item) -> bool:
+        marker = item.get_closest_marker("cluster")
+        return marker is not None and bool(marker.kwargs.get("alone"))
+
+    items.sort(key=is_alone)
     deploying = {item.path for item in items if item.get_closest_marker("cluster")}
     for item in items:
         group = "cluster" if item.path in deploying else str(item.path)

@@ -26,11 +26,14 @@ from td_serve.types import (
     ADMITTED,
     AgentId,
     ChoiceDelta,
+    ConversationKey,
     Delta,
+    Epoch,
     Forecast,
     GenerateRequest,
     Handle,
     Handover,
+    LeaseId,
     MemberHandover,
     Membership,
     ReplicaId,
@@ -101,6 +104,8 @@ class FakeEngines:
         """Breaches of the contract by the caller."""
         self.cancelled: list[RequestId] = []
         """Members that `cancel_member` was called for."""
+        self.forgotten: list[ConversationKey] = []
+        """What `forget` was called for."""
         self.forecasts: list[Forecast] = []
         """What `prepare` was told."""
         self._failures: dict[tuple[Point, str], deque[RequestError]] = defaultdict(deque)
@@ -200,6 +205,7 @@ class FakeEngines:
                         choices=[ChoiceDelta(index=0, text=text, token_ids=[number])],
                         finished=number == len(texts),
                         cached_tokens=0 if handover is None else handover.cached_tokens,
+                        handle=kept_turn(request, number) if number == len(texts) else None,
                     )
             finally:
                 if handover is not None and self.pins[handover.kv["pin"]] is Pin.PINNED:
@@ -209,6 +215,10 @@ class FakeEngines:
         with self._call("release", handover.request_id):
             await self._pass(Point.RELEASE, handover.request_id)
             self._move(handover, Pin.RELEASED)
+
+    async def forget(self, conversation: ConversationKey) -> bool:
+        self.forgotten.append(conversation)
+        return True
 
     # ---------------------------------------------------------------- inside
 
@@ -251,6 +261,27 @@ class FakeEngines:
         if self.pins[number] is not Pin.PINNED:
             self.faults.append(f"pin {number}: {self.pins[number].value}, then {to.value}")
         self.pins[number] = to
+
+
+def kept_turn(request: GenerateRequest, put_out: int) -> Handle | None:
+    """The handle of a turn that is kept for others to read what it has put out."""
+    if request.writes is None:
+        return None
+    return Handle(
+        lease=LeaseId(f"lease-{request.request_id}"),
+        conversation=request.conversation or request.writes,
+        replica=ReplicaId("decode-fake"),
+        epoch=Epoch(1),
+        host="here",
+        port=1,
+        tp_size=1,
+        block_size=16,
+        block_ids=[[]],
+        tokens=len(request.prompt_token_ids) + put_out - 1,
+        digests=b"",
+        tail=[],
+        remaining_s=9.0,
+    )
 
 
 def texts_of(request: GenerateRequest, outputs: int = 3) -> list[str]:

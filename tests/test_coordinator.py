@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from td_serve.config import CoordinatorSettings, DispatchSettings, ReuseSettings
+from td_serve.conversations import writes
 from td_serve.coordinator import RoundCoordinator
 from td_serve.errors import (
     BadRequest,
@@ -19,7 +20,15 @@ from td_serve.errors import (
     RoundConflict,
     Unavailable,
 )
-from td_serve.types import Alone, GenerateRequest, Mode, SessionId
+from td_serve.types import (
+    AgentId,
+    Alone,
+    ConversationKey,
+    GenerateRequest,
+    Membership,
+    Mode,
+    SessionId,
+)
 from tests.fakes import Clock, FakeEngines, Pin, Point, Recorder, make_request, settle, texts_of
 
 VILLAGE = SessionId("village")
@@ -75,9 +84,11 @@ def settings_of(**tunables: Any) -> CoordinatorSettings:
     )
 
 
+NAMES = (AgentId("cyd"), AgentId("ada"), AgentId("bo"))
+
+
 def trio(number: int = 0, **fields: object) -> list[GenerateRequest]:
-    names = ("cyd", "ada", "bo")
-    return [make_request(name, number=number, n_agents=3, **fields) for name in names]  # type: ignore[arg-type]
+    return [make_request(name, number=number, n_agents=3, **fields) for name in NAMES]  # type: ignore[arg-type]
 
 
 def answer(request: GenerateRequest) -> str:
@@ -222,6 +233,65 @@ async def test_nothing_is_told_where_it_is_not_wanted() -> None:
         await rig.play_all(*listening(number))
     assert rig.engines.forecasts == []
     await rig.end()
+
+
+PUT_OUT = [*range(1, 31)]
+"""Every member's tokens."""
+
+
+def quoting(number: int) -> list[GenerateRequest]:
+    """Members of a round that read what was said in the one before."""
+    return [
+        msgspec.structs.replace(
+            one,
+            prompt_token_ids=[1000 + at, *PUT_OUT, 2000 + at],
+            cuts=[1, 1 + len(PUT_OUT)],
+            cache_salt="salt",
+        )
+        for at, one in enumerate(trio(number))
+    ]
+
+
+@pytest.mark.parametrize("base", ["author", "canonical"])
+async def test_what_was_said_is_read_from_whoever_has_decoded_it(base: Any) -> None:
+    rig = Rig(reuse=ReuseSettings(mode="blend", rule="none", base=base))
+    rig.engines.outputs = len(PUT_OUT)
+    first, second = quoting(0), quoting(1)
+    await rig.play_all(*first)
+    await rig.play_all(*second)
+    (spec,) = rig.engines.rounds[1].passes
+    turns = rig.engines.rounds[1].turns
+    if base == "canonical":
+        assert (spec.written, turns) == ([], {})
+        assert rig.coordinator.forget(VILLAGE)
+        await rig.end()
+        assert rig.engines.forgotten == []
+        return
+    (written,) = spec.written
+    assert written.piece.tokens == len(PUT_OUT) - 1, "of the last token there is no KV"
+    assert written.piece.start == len(first[0].prompt_token_ids)
+    assert list(turns) == [written.lease]
+    assert rig.engines.forecasts == [], "there is nothing to be computed ahead"
+    assert rig.coordinator.forget(VILLAGE)
+    await rig.end()
+    assert sorted(rig.engines.forgotten) == sorted(writes(VILLAGE, one) for one in NAMES)
+
+
+@pytest.mark.parametrize("whose", ["writes", "conversation"])
+async def test_a_handle_stays_inside_and_a_conversations_own_outlives_the_session(
+    whose: str,
+) -> None:
+    rig = Rig(reuse=ReuseSettings(mode="blend", base="author"))
+    (request,) = trio()[:1]
+    request = msgspec.structs.replace(
+        request,
+        membership=Membership(sim=VILLAGE, agent=AgentId("cyd"), round=0, n_agents=1),
+        conversation=ConversationKey("its-own") if whose == "conversation" else None,
+    )
+    assert [one.handle async for one in rig.coordinator.play(request)] == [None] * 3
+    rig.coordinator.forget(VILLAGE)
+    await rig.end()
+    assert rig.engines.forgotten == ([writes(VILLAGE, AgentId("cyd"))] if whose == "writes" else [])
 
 
 @pytest.mark.parametrize("leaving", [1, 3])

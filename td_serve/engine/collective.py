@@ -35,6 +35,10 @@ class KV:
             [values[first:last].clone() for values in self.values],
         )
 
+    def picked(self, places: torch.Tensor) -> KV:
+        """The tokens at `places`, in that order."""
+        return KV([keys[places] for keys in self.keys], [values[places] for values in self.values])
+
     def followed_by(self, other: KV) -> KV:
         """These tokens, then the other's."""
         if not self.keys:

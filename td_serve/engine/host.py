@@ -36,6 +36,7 @@ from td_serve.engine.gauges import Gauges
 from td_serve.engine.generation import generate
 from td_serve.engine.keeping import Keeping, LeaseSocket, Place
 from td_serve.engine.members import Members
+from td_serve.engine.outputs import Outputs
 from td_serve.engine.passes import RoundPasses
 from td_serve.engine.reading import Reading
 from td_serve.engine.reads import FOUND, PINNED_UNTIL, Found
@@ -115,7 +116,8 @@ class EngineHost:
         )
         self._keeping = None if leases is None else Keeping(leases, place, self._wake)
         self._passes = RoundPasses(llm, _SLICE_S)
-        self._members = Members(self.prefill, self._prefill, self._passes)
+        outputs = Outputs(self._prefill, self.reading, self._passes)
+        self._members = Members(self.prefill, self._prefill, self._passes, outputs)
         self._foreseeing = Foreseeing(
             self._passes, llm.renderer.tokenizer if role == "prefill" else None
         )
@@ -269,8 +271,9 @@ class EngineHost:
         """Continue the prompt, with KV read from `handover` or, without one, computed here.
 
         The first delta is empty: it says that the handover is this engine's from now on, to be read
-        or given up on every path, abort included. A turn of a conversation ends with a handle, if
-        its KV is kept. Raises BadRequest, EngineFailure or Unavailable.
+        or given up on every path, abort included. A turn of a conversation, or one whose output is
+        read by others, ends with a handle, if its KV is kept. Raises BadRequest, EngineFailure or
+        Unavailable.
         """
         if handover is not None and handover.request_id != request.request_id:
             raise EngineFailure(
@@ -286,7 +289,9 @@ class EngineHost:
             params = decode_sampling(request.sampling)
             # Blended KV is nobody's prefix: under its own salt no next turn would find it.
             is_blended = handover is not None and handover.cache_salt is not None
-            if self._keeping is not None and not is_blended:
+            kept_as = request.writes if is_blended else request.conversation or request.writes
+            request = msgspec.structs.replace(request, conversation=kept_as)
+            if self._keeping is not None:
                 order = kept = self._keeping.order(request)
             else:
                 kept = {}

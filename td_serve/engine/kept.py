@@ -31,9 +31,10 @@ class Run:
 
 NOTHING = Run([], KV())
 
-CANONICAL, AHEAD, HISTORY = "canonical", "ahead", "history"
+CANONICAL, AHEAD, HISTORY, WRITTEN = "canonical", "ahead", "history", "written"
 """Kinds of runs: what all share, keys before rotation; a guess at it that goes on otherwise than
-what is kept; and what a member's prompt begins with."""
+what is kept; what a member's prompt begins with; and what a turn has put out, keys before
+rotation, until the pass that takes it over."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,10 @@ class RoundStore:
         self._bytes += run.bytes
         while self._bytes > self.budget_bytes and len(self._runs) > 1:
             self.drop(*next(iter(self._runs)))
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether anything is kept under a name."""
+        return (kind, name) in self._runs
 
     def drop(self, kind: str, name: str) -> None:
         """Keep nothing under this name; if nothing is, nothing changes."""

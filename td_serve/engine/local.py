@@ -99,7 +99,8 @@ class LocalEngines:
             async for delta in deltas:
                 if delta.handle is not None:
                     self.directory.keep(delta.handle)
-                    delta = msgspec.structs.replace(delta, handle=None)
+                    if request.writes is None:
+                        delta = msgspec.structs.replace(delta, handle=None)
                 yield delta
 
     async def release(self, handover: Handover) -> None:

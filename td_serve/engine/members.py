@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from td_serve.engine.outputs import Outputs
 from td_serve.engine.parts import private
 from td_serve.engine.passes import Made, RoundPasses
 from td_serve.engine.restoring import keep_parameters
@@ -19,6 +20,7 @@ from td_serve.types import (
     Handle,
     Handover,
     MemberHandover,
+    PassSpec,
     RequestId,
     RoundPrefill,
 )
@@ -33,10 +35,11 @@ _Making = asyncio.Future[dict[RequestId, Made]]
 class Members:
     """The members of all rounds under way on one engine."""
 
-    def __init__(self, prefill: Prefill, load: Load, passes: RoundPasses) -> None:
+    def __init__(self, prefill: Prefill, load: Load, passes: RoundPasses, outputs: Outputs) -> None:
         self._prefill = prefill
         self._load = load
         self._passes = passes
+        self._outputs = outputs
         self._tasks: dict[RequestId, asyncio.Future[Handover]] = {}
 
     async def play(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
@@ -46,7 +49,8 @@ class Members:
             await self._passes.why_none()  # or it would not be known how to keep them
         name = f"round {work.plan.round} of session {work.plan.sim!r}"
         passes = [
-            (spec, asyncio.ensure_future(self._passes.make(spec, name))) for spec in work.passes
+            (spec, asyncio.ensure_future(self._make(spec, work.turns, name)))
+            for spec in work.passes
         ]
         making = {member.request_id: made for spec, made in passes for member in spec.members}
         keeping = {one: keep_parameters(name) for one, name in work.histories.items()}
@@ -83,6 +87,15 @@ class Members:
         """Abort a member's prefill, if it is under way here."""
         if (task := self._tasks.get(request_id)) is not None:
             task.cancel()
+
+    async def _make(
+        self, spec: PassSpec, turns: Mapping[str, Handle], name: str
+    ) -> dict[RequestId, Made]:
+        """Run a pass, with what can be read of what is written elsewhere."""
+        if not spec.written or not await self._passes.will_make(spec):
+            return await self._passes.make(spec, name)
+        async with self._outputs.of(spec, turns) as written:
+            return await self._passes.make(msgspec.structs.replace(spec, written=written), name)
 
     async def _one(
         self,

@@ -52,6 +52,10 @@ class LayeredModel(Protocol):
         """Turn from position 0 to `positions`. May change its arguments."""
         ...
 
+    def unrotate(self, layer: int, positions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Turn keys back from `positions` to position 0: what `rotate` does is undone."""
+        ...
+
     def finish(
         self, layer: int, attended: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -109,6 +113,28 @@ class VllmModel:
             positions, query, key
         )
         return turned
+
+    def unrotate(self, layer: int, positions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        # A turn of a mirrored pair is a turn the other way, mirrored. Some scalings stretch keys,
+        # too: by how much shows at position 0.
+        mirror = self._mirror(layer).to(key.dtype)
+        still = torch.zeros(1, dtype=torch.int64)
+        _, stretched = self.rotate(layer, still, torch.ones_like(key[:1]), torch.ones_like(key[:1]))
+        _, turned = self.rotate(layer, positions, torch.zeros_like(key), key * mirror)
+        assert turned is not None, "a rotation gives back what it was given"
+        assert stretched is not None, "a rotation gives back what it was given"
+        return turned * mirror / stretched.square()
+
+    def _mirror(self, layer: int) -> torch.Tensor:
+        """1 or -1 for each number of a key, [KV heads * head size]: -1 for one of each pair that
+        turns together."""
+        rotary = self._layers[layer].self_attn.rotary_emb
+        places = torch.arange(self.attention[layer].head_size)
+        if rotary.is_neox_style:
+            second = (places >= rotary.rotary_dim // 2) & (places < rotary.rotary_dim)
+        else:
+            second = (places % 2 == 1) & (places < rotary.rotary_dim)
+        return (1 - 2 * second.int()).repeat(self.attention[layer].num_kv_heads)
 
     def finish(
         self, layer: int, attended: torch.Tensor, residual: torch.Tensor

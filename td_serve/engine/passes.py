@@ -24,6 +24,7 @@ from td_serve.tasks import Tasks
 from td_serve.types import (
     Canonical,
     GenerateRequest,
+    LeaseId,
     MemberPass,
     PassResult,
     PassSpec,
@@ -133,6 +134,22 @@ class RoundPasses:
             for member in spec.members
             if member.request_id in result.members
         }
+
+    async def will_make(self, spec: PassSpec) -> bool:
+        """Whether `make` would run this pass, as far as is known. Raises Unavailable."""
+        return await self.why_none() is None and not self._sparing.will_spare(spec.canonical.key)
+
+    async def have_written(self, leases: Sequence[LeaseId]) -> set[LeaseId]:
+        """Which of these turns' outputs the engine has, for a pass to take over."""
+        return set(await self._call("td_have_written", list(leases)))
+
+    def drop_written(self, leases: Sequence[LeaseId]) -> None:
+        """No pass will take these turns' outputs over."""
+        self._tasks.run(self._drop_written(leases))
+
+    async def _drop_written(self, leases: Sequence[LeaseId]) -> None:
+        with contextlib.suppress(Unavailable):  # what a dead engine kept is gone
+            await self._call("td_drop_written", list(leases))
 
     async def prepare(self, canonical: Canonical) -> None:
         """Compute a canonical sequence for a pass that is to come, unless one is under way.

@@ -19,7 +19,7 @@ from td_serve.engine.reads import DEADLINE, LEAST
 from td_serve.errors import RequestError
 from td_serve.handles import Keeper, common_tokens, shorten
 from td_serve.tasks import Tasks
-from td_serve.types import GenerateRequest, Handle, Read, ReaderId, ReplicaId
+from td_serve.types import GenerateRequest, Handle, Read, ReaderId, ReplicaId, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -53,17 +53,33 @@ class Reading:
         most, and let go at its end.
         """
         tokens = 0 if handle is None else self._tokens(request, handle)
-        if handle is None or self.keeper is None or tokens == 0:
+        if handle is None or tokens == 0:
             yield {}
             return
-        reader = ReaderId(f"{request.request_id}-{uuid.uuid4().hex[:8]}")
+        part = shorten(handle, tokens)
+        async with self.held(handle, part, request.request_id, self.least_tokens or 1) as source:
+            yield source
+
+    @contextlib.asynccontextmanager
+    async def held(
+        self, handle: Handle, part: Handle, request_id: RequestId, least: int
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The KV transfer parameters with which a request reads `part` of a handle's blocks, where
+        `least` tokens are not there already.
+
+        Empty where they are not kept (any more). Held and let go as in `of`.
+        """
+        if self.keeper is None or not self.fits(handle):
+            yield {}
+            return
+        reader = ReaderId(f"{request_id}-{uuid.uuid4().hex[:8]}")
         # Begun before asking: the hold lasts at least as long on the engine that grants it.
         began = time.monotonic()
         patience_s = self.settings.read_patience_s
         asking = asyncio.ensure_future(self.keeper.hold(handle, reader, patience_s))
         try:
             held = await self._is_held(handle, began, asking)
-            yield self._source(shorten(handle, tokens), began + patience_s) if held else {}
+            yield self._source(part, began + patience_s, least) if held else {}
         finally:
             self._tasks.run(self._let_go(self.keeper, handle, reader, asking))
 
@@ -85,10 +101,14 @@ class Reading:
             return self._break_even.tokens
         return max(1, self.settings.kv_recompute_threshold)
 
+    def fits(self, handle: Handle) -> bool:
+        """Whether a handle's blocks are like this engine's."""
+        return (handle.block_size, handle.tp_size) == self._shape
+
     def _tokens(self, request: GenerateRequest, handle: Handle) -> int:
         """How many of a handle's tokens can be read and are worth it."""
         least = self.least_tokens
-        if least is None or (handle.block_size, handle.tp_size) != self._shape:
+        if least is None or self.keeper is None or not self.fits(handle):
             return 0
         tokens = common_tokens(handle, request.prompt_token_ids, request.cache_salt)
         return tokens if tokens >= least else 0
@@ -102,7 +122,8 @@ class Reading:
         self._break_even.asked(time.monotonic() - began)
         return held
 
-    def _source(self, handle: Handle, until: float) -> dict[str, Any]:
+    @staticmethod
+    def _source(handle: Handle, until: float, least: int) -> dict[str, Any]:
         return {
             "remote_engine_id": handle.replica,
             # The reading engine names it when it has read. As a heartbeat's it is ignored: leases
@@ -114,7 +135,7 @@ class Reading:
             "remote_num_tokens": handle.tokens,
             "tp_size": handle.tp_size,
             DEADLINE: until,
-            LEAST: self.least_tokens or 1,
+            LEAST: least,
         }
 
     @staticmethod

@@ -36,6 +36,9 @@ PINNED_UNTIL = "td_pinned_until"
 LEAST = "td_least"
 """Key of a request's KV transfer parameters: fewer tokens than these are computed, not read."""
 
+READ_ONLY = "td_read_only"
+"""Key of a request's KV transfer parameters: it reads, and hands nothing over."""
+
 FOUND = "td_found"
 """Key of what a request finishes with: see `Found`."""
 
@@ -152,6 +155,11 @@ class ReadingScheduler(NixlPullConnectorScheduler):
         self._gone.append(request.request_id)
         reading = self._reads.pop(request.request_id, None)
         cached = self._cached.pop(request.request_id, 0)
+        if delay and READ_ONLY in request.kv_transfer_params:
+            # vLLM has pinned its blocks for whoever decodes.
+            del self._reqs_need_send[request.request_id]
+            self._reqs_not_processed.add(request.request_id)
+            delay = False
         if params is not None:
             found = Found(cached, None if reading is None else reading.as_read())
             params[FOUND] = msgspec.to_builtins(found)

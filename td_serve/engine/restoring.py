@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from td_serve.engine.collective import KV
-from td_serve.engine.kept import HISTORY, Mirror, RoundStore, Run
+from td_serve.engine.kept import HISTORY, WRITTEN, Mirror, RoundStore, Run
 from td_serve.engine.leasing import COMPLETE
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
@@ -43,6 +43,10 @@ KEEP = "td_keep"
 """Key of a request's KV transfer parameters: see `Keep`."""
 
 
+OUTPUT = "td_output"
+"""Key of a request's KV transfer parameters: see `Output`."""
+
+
 class Keep(msgspec.Struct, frozen=True):
     """The KV of the prompt's first `tokens` tokens (None: all) shall be kept as the history of this
     name."""
@@ -54,6 +58,21 @@ class Keep(msgspec.Struct, frozen=True):
 def keep_parameters(name: str, tokens: int | None = None) -> dict[str, Any]:
     """The KV transfer parameters of a request, of whose prompt so much is a member's history."""
     return {KEEP: msgspec.to_builtins(Keep(name, tokens))}
+
+
+class Output(msgspec.Struct, frozen=True):
+    """Of the prompt's tokens, `tokens` from `first` on were put out in a turn, where they stood
+    from `position` on: their KV shall be kept under this name, for a pass to take over."""
+
+    name: str
+    first: int
+    tokens: int
+    position: int
+
+
+def output_parameters(output: Output) -> dict[str, Any]:
+    """The KV transfer parameters of a request into whose pages a turn's output comes."""
+    return {OUTPUT: msgspec.to_builtins(output)}
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -82,11 +101,13 @@ class _Load:
 
 @dataclass(frozen=True)
 class _Save:
-    """These tokens' KV, from a finished request's blocks, to be kept as a history."""
+    """The KV of a finished request's first tokens, from its blocks, to be kept as a history; or of
+    these from `output.first` on, as what a turn has put out."""
 
     name: str
     token_ids: list[int]
     blocks: list[int]
+    output: Output | None = None
 
 
 @dataclass
@@ -152,6 +173,10 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
             # Its blocks are read before the next step writes anything (`handle_preemptions`).
             if tokens := list(request.prompt_token_ids[: keep.tokens]):
                 self._saves.append(_Save(keep.name, tokens, list(block_ids)))
+        if OUTPUT in params and request.status in COMPLETE:
+            output = msgspec.convert(params[OUTPUT], Output)
+            tokens = list(request.prompt_token_ids[: output.first + output.tokens])
+            self._saves.append(_Save(output.name, tokens, list(block_ids), output))
         return False, None
 
     def request_finished_all_groups(
@@ -171,10 +196,14 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(kv_connector_metadata, _Work)
         if self.parts is None:
             return
-        _, attention = self.parts
+        model, attention = self.parts
         for save in kv_connector_metadata.saves:
             with self.store.spending("save"):
-                self.store.keep(HISTORY, save.name, _run(attention, self._pages, save))
+                run = _run(attention, self._pages, save)
+                if save.output is None:
+                    self.store.keep(HISTORY, save.name, run)
+                else:
+                    self.store.keep(WRITTEN, save.name, _put_out(model, run, save.output))
 
     @torch.inference_mode()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -211,6 +240,14 @@ def _run(attention: PagedAttention, pages: Sequence[torch.Tensor], save: _Save) 
     read = [attention.read(memory, save.blocks, count) for memory in pages]
     keys, values = zip(*read, strict=True)
     return Run(save.token_ids, KV(list(keys), list(values)))
+
+
+def _put_out(model: VllmModel, run: Run, output: Output) -> Run:
+    """The end of a run, which a turn has put out, keys before rotation."""
+    end = run.kv.part(output.first, len(run.token_ids))
+    positions = torch.arange(output.position, output.position + output.tokens)
+    keys = [model.unrotate(layer, positions, found) for layer, found in enumerate(end.keys)]
+    return Run(run.token_ids[output.first :], KV(keys, end.values))
 
 
 def _restore(

@@ -8,18 +8,27 @@ ends by itself or is aborted; one at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from td_serve.engine.choosing import Chooser
-from td_serve.engine.collective import Group, run_pass
-from td_serve.engine.kept import AHEAD, CANONICAL, HISTORY, NOTHING, Mirror, RoundStore, Run
+from td_serve.engine.collective import KV, Group, run_pass
+from td_serve.engine.kept import (
+    AHEAD,
+    CANONICAL,
+    HISTORY,
+    NOTHING,
+    WRITTEN,
+    Mirror,
+    RoundStore,
+    Run,
+)
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
-from td_serve.engine.parts import Part, batches, group_of, private
+from td_serve.engine.parts import Part, batches, group_of, private, row_ids
 from td_serve.engine.restoring import RoundConnector
 from td_serve.errors import ModelError
 from td_serve.pic.base import Shared
@@ -31,6 +40,7 @@ from td_serve.types import (
     PassSpec,
     PassTokens,
     Piece,
+    Written,
     pack,
     unpack,
 )
@@ -78,6 +88,16 @@ class PassWorker:
         store = self._td_ready().store
         spent, store.spent = store.spent, {}
         return spent
+
+    def td_have_written(self, names: list[str]) -> list[str]:
+        """Which of these turns' outputs have come, for a pass to take over."""
+        store = self._td_ready().store
+        return [name for name in names if store.has(WRITTEN, name)]
+
+    def td_drop_written(self, names: list[str]) -> None:
+        """No pass will take these turns' outputs over."""
+        for name in names:
+            self._td_ready().store.drop(WRITTEN, name)
 
     def td_release(self, names: list[str]) -> None:
         """Nobody will load these members' KV (again)."""
@@ -181,7 +201,11 @@ class Passes:
         unsettled = [self._part(member, shared.tokens) for member in spec.members]
         self._check_room(unsettled)  # or all that comes before would be for nothing
         with self.store.spending("canonical"):
-            canonical, computed = yield from self.canonical(spec.canonical, is_guess=not unsettled)
+            canonical, computed = yield from self.canonical(
+                spec.canonical, spec.written, is_guess=not unsettled
+            )
+        for one in spec.written:
+            self.store.drop(WRITTEN, one.lease)  # it is in the canonical sequence now
         if not unsettled:
             return PassResult(members={}, canonical=computed)
         with self.store.spending("choice"):
@@ -229,9 +253,10 @@ class Passes:
         return found
 
     def canonical(
-        self, wanted: Canonical, *, is_guess: bool = False
+        self, wanted: Canonical, written: Sequence[Written] = (), *, is_guess: bool = False
     ) -> Generator[None, None, tuple[Run, int]]:
-        """The canonical sequence's KV, and how many of its tokens had to be computed.
+        """The canonical sequence's KV, and how many of its tokens had to be computed: neither what
+        is kept of it nor what is `written`, if that has come.
 
         It is kept piece by piece: who gives up loses the last one only. A guess takes nothing away
         from what is kept: where it goes on otherwise, it is kept beside it, until the next round.
@@ -246,19 +271,50 @@ class Passes:
             if run is guess:
                 self.store.keep(CANONICAL, wanted.key, run)
         total = len(wanted.token_ids)
+        computed = 0
         done = common
         while done < total:
             end = min(done + self._most_rows, total)
-            before = run.kv.part(0, done)
-            known = [Piece(start=0, tokens=done, source=0)] if done else []
-            extent = Extent(tokens=end, history=0, pieces=known)
-            rows = layout([extent], [[False] * done], self.attention.block_size)
-            group = Group(rows, wanted.token_ids[done:end], before, [None], unrotated=True)
-            computed = yield from run_pass(self.model, self.attention, group)
-            run = Run(wanted.token_ids[:end], before.followed_by(computed.kv))
+            token_ids = wanted.token_ids[:end]
+            kv, rows = yield from self._go_on(token_ids, run.kv.part(0, done), written)
+            run = Run(token_ids, kv)
             self.store.keep(kind, wanted.key, run)
+            computed += rows
             done = end
-        return run, total - common  # there may be more of it, from an earlier round
+        return run, computed  # there may be more of it, from an earlier round
+
+    def _go_on(
+        self, token_ids: list[int], kv: KV, written: Sequence[Written]
+    ) -> Generator[None, None, tuple[KV, int]]:
+        """The KV of `token_ids`, of whose beginning it is known, keys before rotation; and how many
+        rows were computed for it."""
+        pieces = [Piece(start=0, tokens=kv.tokens, source=0)] if kv.tokens else []
+        end = kv.tokens
+        for place, found in self._come(token_ids, written):
+            first = max(place, end)  # what was known already stays as it is
+            if (count := min(place + found.tokens, len(token_ids)) - first) > 0:
+                pieces.append(Piece(start=first, tokens=count, source=kv.tokens))
+                kv = kv.followed_by(found.part(first - place, first - place + count))
+                end = first + count
+        extent = Extent(tokens=len(token_ids), history=0, pieces=pieces)
+        rows = layout([extent], [[False] * kv.tokens], self.attention.block_size)
+        ids = row_ids(rows, [token_ids])
+        group = Group(rows, ids, kv, [None], unrotated=True)
+        computed = yield from run_pass(self.model, self.attention, group)
+        (share,) = rows.shares
+        order = torch.tensor([*share.cached, *rows.positions]).argsort()
+        return kv.followed_by(computed.kv).picked(order), len(ids)
+
+    def _come(
+        self, token_ids: Sequence[int], written: Sequence[Written]
+    ) -> Iterator[tuple[int, KV]]:
+        """What has come of what is written, and where it stands in `token_ids`."""
+        for one in written:
+            place = one.piece.source
+            wanted = token_ids[place : place + one.piece.tokens]
+            run, common = self.store.find(WRITTEN, one.lease, wanted)
+            if common:
+                yield place, run.kv.part(0, common)
 
     def _part(self, member: MemberPass, tokens: int) -> Part:
         """A member with what is kept of what stands before its first piece, and of the canonical

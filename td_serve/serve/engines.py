@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from td_serve.errors import RequestError
 from td_serve.serve.calls import answer, ask, ask_all, start, stream
-from td_serve.serve.remotes import RemoteDirectory
+from td_serve.serve.remotes import RemoteDirectory, RemoteKeeper
 from td_serve.serve.routing import towards
 from td_serve.tasks import Tasks
 from td_serve.types import (
@@ -101,6 +101,9 @@ class RayEngines:
 
     async def release(self, handover: Handover) -> None:
         await ask(self._decode.release, pack(handover))
+
+    async def forget(self, conversation: ConversationKey) -> bool:
+        return await RemoteKeeper(self._decode).forget(conversation)
 
     async def _find(self, conversation: ConversationKey | None) -> Handle | None:
         """The conversation's handle, if the directory knows one, and can be asked."""

@@ -143,16 +143,17 @@ class EngineReplica:
         self._host.cancel_member(request_id)
 
     async def decode(self, packed: bytes, handover: bytes | None) -> AsyncGenerator[bytes, None]:
+        request = unpack(packed, GenerateRequest)
         deltas = self._host.decode(
-            unpack(packed, GenerateRequest),
-            None if handover is None else unpack(handover, Handover),
+            request, None if handover is None else unpack(handover, Handover)
         )
         async with self._watching(), contextlib.aclosing(deltas):
             async for delta in deltas:
                 if delta.handle is not None:
                     # Before the client has its answer: its next turn may be quick.
                     await self._keep(delta.handle)
-                    delta = msgspec.structs.replace(delta, handle=None)
+                    if request.writes is None:
+                        delta = msgspec.structs.replace(delta, handle=None)
                 yield pack(delta)
 
     async def release(self, packed: bytes) -> None:

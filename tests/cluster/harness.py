@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import httpx
 import psutil
@@ -56,7 +56,16 @@ def _merge(into: dict[str, Any], changes: Mapping[str, Any]) -> None:
 class Cluster:
     """A Ray head of its own. `deploy` puts a cluster file on it; `stop` ends every process."""
 
+    _all: ClassVar[list[Cluster]] = []
+
+    @classmethod
+    def stop_all(cls) -> None:
+        """Stop the clusters that this process has started: the next one needs their memory."""
+        for cluster in cls._all:
+            cluster.stop()
+
     def __init__(self) -> None:
+        self._all.append(self)
         self.gcs, self.dashboard, self.client, self.agent, self.http = free_ports(5)
         # Unix socket paths are short: a temporary directory under pytest's would be too long.
         self.temp = Path(tempfile.mkdtemp(prefix="tds-", dir="/tmp"))
@@ -258,7 +267,11 @@ class Cluster:
         return total
 
     def stop(self) -> None:
-        """End every process of this cluster, as a power cut would, and remove its files."""
+        """End every process of this cluster, as a power cut would, and remove its files.
+
+        Of one that has been stopped, nothing is left to stop."""
+        if self._head.returncode is not None:
+            return
         processes = self.processes()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -285,7 +298,7 @@ class Cluster:
 
 def complete(cluster: Cluster, **body: Any) -> dict[str, Any]:
     """A completion by the cluster's own model."""
-    with httpx.Client(base_url=cluster.url, timeout=120) as http:
+    with httpx.Client(base_url=cluster.url, headers=cluster.headers, timeout=120) as http:
         model = http.get("/models").json()["data"][0]["id"]
         answer = http.post(
             "/completions", json={"model": model, "prompt": "The mill", "max_tokens": 4, **body}

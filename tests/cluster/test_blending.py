@@ -108,6 +108,35 @@ def test_the_next_round_of_a_live_session_keeps_what_it_can(cluster: Cluster) ->
     cluster.wait_until_idle()
 
 
+def leases(cluster: Cluster) -> int:
+    return sum(one["leases"] for one in cluster.replicas())
+
+
+def test_what_was_said_is_read_from_where_it_was_decoded(cluster: Cluster) -> None:
+    """With everything computed the answers are those of ordinary prefills all the same. The session
+    has them kept, and no longer than it is itself."""
+    exact, blended = (f"written-{next(_sims)}" for _ in range(2))
+
+    def two_rounds(sim: str) -> list[dict[str, str]]:
+        completion = {"max_tokens": 40, "min_tokens": 40, "temperature": 0}
+        live: dict[str, Any] = {"sim": sim, "shared": None, "completion": completion}
+        return [said(play(cluster, number, **live)) for number in range(2)]
+
+    answers = two_rounds(exact)
+    with cluster.reusing(mode="blend", rule="full", base="author"):
+        assert two_rounds(blended) == answers
+        wait_for(lambda: leases(cluster) == len(AGENTS), 30, "a lease for each")
+    assert_blended(cluster, blended, 1)
+    assert "3 of 3 outputs were read as they were decoded" in cluster.logged()
+    (computed,) = re.findall(
+        rf"round 1 of session '{blended}': of \d+ .*, (\d+) were", cluster.logged()
+    )
+    assert int(computed) < 3 * 40, "a header, and what stands around"
+    httpx.delete(f"{cluster.url}/rounds/{blended}", timeout=30).raise_for_status()
+    wait_for(lambda: leases(cluster) == 0, 30, "no lease")
+    cluster.wait_until_idle()
+
+
 async def chat_round(
     client: openai.AsyncOpenAI, sim: str, number: int, heard: dict[str, str]
 ) -> dict[str, str]:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from td_serve.tenants import digest
-from tests.cluster.harness import Cluster, cluster_file
+from tests.cluster.harness import Cluster, cluster_file, complete
 
 pytestmark = pytest.mark.cluster
 
@@ -164,6 +164,19 @@ def test_a_round_is_seen_by_its_tenant_alone(tenants: Cluster) -> None:
         assert "round 0 of sim 'village'" in again.text
         assert ours.delete("/rounds/village").json() == {"sim": "village", "deleted": True}
         assert theirs.get("/rounds/village/0").status_code == 200
+
+
+def test_two_deployments_do_not_meet(tenants: Cluster, cluster: Cluster) -> None:
+    """On one machine: other ports, engines and directories; each answers for its own model."""
+    states = [*cluster.replicas(), *tenants.replicas()]
+    assert len(states) == 4
+    for name in ("replica", "nixl_port"):
+        assert len({state[name] for state in states}) == 4, name
+    here, there = complete(cluster, temperature=0), complete(tenants, temperature=0)
+    assert here["model"] != there["model"]
+    assert here["choices"][0]["text"] != there["choices"][0]["text"]
+    cluster.wait_until_idle()
+    tenants.wait_until_idle()
 
 
 def test_no_log_of_any_process_has_a_key(tenants: Cluster) -> None:

@@ -220,6 +220,21 @@ def test_reuse_is_not_for_nothing(engine: Engine) -> None:
     assert (ordinary - reused).abs().max() > 100 * CLOSE
 
 
+def test_what_is_turned_back_is_what_it_was(engine: Engine) -> None:
+    def work(model: VllmModel, attention: PagedAttention) -> list[float]:
+        far = []
+        for layer, one in enumerate(model.attention):
+            keys = torch.randn(9, one.num_kv_heads * one.head_size)
+            positions = torch.tensor([0, 1, 5, 100, 127, 128, 129, 500, 900])
+            _, turned = model.rotate(layer, positions, torch.zeros_like(keys), keys.clone())
+            assert turned is not None
+            assert not torch.allclose(turned[1:], keys[1:]), "or nothing has been turned"
+            far.append((model.unrotate(layer, positions, turned) - keys).abs().max().item())
+        return far
+
+    assert max(engine.in_worker(work)) <= CLOSE
+
+
 def test_a_model_that_no_pass_computes_is_refused_with_the_reason(tmp_path: Path) -> None:
     write_random(tmp_path / "mla", like="mla", layers=2)
     engine = Engine(tmp_path / "mla", compilation_config={"custom_ops": ["-rotary_embedding"]})

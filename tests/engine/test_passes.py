@@ -16,11 +16,18 @@ from vllm.config import KVTransferConfig
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from td_serve.engine.gauges import Gauges
-from td_serve.engine.restoring import STORE_BYTES, keep_parameters, ready_parameters
+from td_serve.engine.restoring import (
+    STORE_BYTES,
+    Output,
+    keep_parameters,
+    output_parameters,
+    ready_parameters,
+)
 from td_serve.models.random_model import write_random
 from td_serve.segments import key
 from td_serve.types import (
     Canonical,
+    LeaseId,
     MemberPass,
     PassResult,
     PassSpec,
@@ -30,6 +37,7 @@ from td_serve.types import (
     Rule,
     RuleName,
     Span,
+    Written,
     pack,
     unpack,
 )
@@ -296,6 +304,52 @@ def test_a_wrong_guess_takes_nothing_away_and_a_right_one_is_found(engine: Engin
     assert computed(first, wrong, third) == 33
     assert computed(first, wrong, third, second, is_guess=True) == 50
     assert computed(first, wrong, third, second) == 0
+
+
+def test_what_turns_have_put_out_is_taken_as_it_was_decoded(engine: Engine) -> None:
+    """A turn whose prompt is the header has decoded what the canonical sequence would have there:
+    taking it over changes nothing. Of another turn it does."""
+    round_ = Round(70, 33, 5, seed=12)
+    span = round_.canonical.segments[0]
+    put_out = round_.canonical.token_ids[span.start : span.start + span.tokens]
+
+    def written(name: str, prompt: list[int]) -> Written:
+        output = Output(name, len(prompt), len(put_out), len(prompt))
+        engine.generate([[*prompt, *put_out, 9]], [output_parameters(output)])
+        piece = Piece(start=len(prompt), tokens=len(put_out), source=span.start)
+        return Written(lease=LeaseId(name), piece=piece)
+
+    histories = [tokens(40, 50), tokens(131, 51)]
+
+    def play(*found: Written) -> tuple[int, list[list[int]]]:
+        canonical = msgspec.structs.replace(
+            round_.canonical, key=key((), [next(_numbers)])
+        )  # nothing is kept of it
+        members = [Member(round_, history, f"agent-{next(_numbers)}") for history in histories]
+        for member in members:  # the same task every time
+            member.prompt = [*member.spec.token_ids, 5, 6, 7]
+        spec = PassSpec(
+            canonical=canonical, rule=NONE, members=[m.spec for m in members], written=list(found)
+        )
+        computed = engine.run(spec).canonical
+        answers = engine.answers(members, load=True)
+        engine.release(members)
+        return computed, answers
+
+    header = round_.canonical.token_ids[:HEADER]
+    total = len(round_.canonical.token_ids)
+    as_computed = play()
+    assert as_computed[0] == total
+    assert play(written("alike", header)) == (total - span.tokens, as_computed[1])
+    assert engine.call("td_have_written", ["alike"]) == [], "it has been taken over"
+    computed, answers = play(written("other", tokens(77, 3)))
+    assert computed == total - span.tokens
+    assert answers != as_computed[1]
+    missing = Written(lease=LeaseId("missing"), piece=written("dropped", header).piece)
+    assert play(missing) == as_computed, "what has not come is computed"
+    assert engine.call("td_have_written", ["dropped", "missing"]) == ["dropped"]
+    engine.call("td_drop_written", ["dropped"])
+    assert engine.call("td_have_written", ["dropped"]) == []
 
 
 def test_of_a_request_that_is_aborted_or_keeps_nothing_there_is_no_history(engine: Engine) -> None:
