@@ -31,6 +31,8 @@ def foresee(
     tokens = last.token_ids[:end]
     spans = [*kept]
     left = [one for one in said if one.before]
+    if not left:
+        return None
     known = len(left)
     for span in last.segments[-len(left) :] if grows else last.segments:
         old = last.token_ids[span.start : span.start + span.tokens]

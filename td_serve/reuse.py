@@ -107,7 +107,9 @@ def _by_salt(
     """Members that may share KV. Mutates `reasons`: adds those who may with nobody."""
     groups: dict[str | None, dict[AgentId, GenerateRequest]] = {}
     for agent, request in members.items():
-        if not request.cuts:
+        if request.membership is not None and request.membership.exact:
+            reasons[request.request_id] = Alone.ASKED_FOR
+        elif not request.cuts:
             reasons[request.request_id] = Alone.ONE_SEGMENT
         elif not request.hand_over or request.n > 1:
             reasons[request.request_id] = Alone.COMPUTED_WHERE_DECODED

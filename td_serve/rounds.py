@@ -40,6 +40,7 @@ class RoundField(_Body, frozen=True, kw_only=True):
     agent: Name
     n_agents: Count
     deadline_ms: Count | None = None
+    exact: bool = False
 
     def membership(self, tenant: TenantId) -> Membership:
         """The place in the round of the tenant's own simulation of that name."""
@@ -49,6 +50,7 @@ class RoundField(_Body, frozen=True, kw_only=True):
             round=self.round,
             n_agents=self.n_agents,
             deadline_ms=self.deadline_ms,
+            exact=self.exact,
         )
 
 
@@ -59,6 +61,7 @@ class RoundAgent(_Body, frozen=True, kw_only=True):
     system: str = ""
     private: str = ""
     task: str = ""
+    exact: bool = False
 
 
 class SharedText(_Body, frozen=True, kw_only=True):
@@ -73,6 +76,7 @@ class RoundRequest(_Body, frozen=True, kw_only=True):
 
     The outputs of round `round` - 1 are the server's own record of it; `shared` replaces them.
     `completion` holds parameters of chat completions (`max_tokens`, `temperature`, …) for all.
+    `exact`, of all or of one agent, has prompts prefilled as they are.
     """
 
     model: str
@@ -84,6 +88,7 @@ class RoundRequest(_Body, frozen=True, kw_only=True):
     shared: list[SharedText] | None = None
     deadline_ms: Count | None = None
     stream: bool = True
+    exact: bool = False
     completion: dict[str, Any] = {}
 
 
@@ -136,6 +141,7 @@ def membership(tenant: TenantId, request: RoundRequest, position: int) -> Member
         n_agents=len(request.agents),
         deadline_ms=request.deadline_ms,
         position=position,
+        exact=request.exact or request.agents[position].exact,
     )
 
 

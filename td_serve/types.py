@@ -59,7 +59,8 @@ class Membership(_Wire, tag="membership", frozen=True, kw_only=True):
     `round` and `n_agents` are None on the zero-change path, where the client cannot state them: the
     coordinator then counts rounds itself and closes one when every agent it knows has joined.
     `deadline_ms` counts from the first member's arrival; None means the deployment's default.
-    `position` is the agent's place in the round's one order, where somebody gave it one.
+    `position` is the agent's place in the round's one order, where somebody gave it one. An `exact`
+    member is prefilled as it is, whatever the others share.
     """
 
     sim: SessionId
@@ -68,6 +69,7 @@ class Membership(_Wire, tag="membership", frozen=True, kw_only=True):
     n_agents: int | None = None
     deadline_ms: int | None = None
     position: int | None = None
+    exact: bool = False
 
 
 class Origin(_Wire, frozen=True, kw_only=True):
@@ -118,7 +120,9 @@ class Handle(_Wire, tag="handle", frozen=True, kw_only=True):
 
     `replica` is the engine, in its life number `epoch`, with its side channel at `host`:`port`.
     `block_ids` has one list for each KV group, of blocks of `block_size` tokens; the blocks hold
-    the KV of `tokens` tokens, namely those of `digests` and `tail` (see `handles`). `remaining_s`
+    the KV of `tokens` tokens, namely those of `digests` and `tail` (see `handles`). Where only what
+    the turn has put out is kept, the first `skipped` blocks and all digests are missing, so that it
+    is no prompt's beginning. `remaining_s`
     is how long the lease lasted when this was sent: a duration, no time of any clock. `number`
     counts the leases that the engine had granted before: of two turns the later has the higher.
     `prefilled_by` had the turn's prompt last, and may have it still.
@@ -139,6 +143,7 @@ class Handle(_Wire, tag="handle", frozen=True, kw_only=True):
     remaining_s: float
     number: int = 0
     prefilled_by: ReplicaId | None = None
+    skipped: int = 0
 
 
 class Handover(_Wire, tag="handover", frozen=True, kw_only=True):
@@ -369,6 +374,7 @@ class Rule(_Wire, frozen=True, kw_only=True):
 class Alone(enum.Enum):
     """Why a member of a round is prefilled as it is, though others are prefilled together."""
 
+    ASKED_FOR = "it is asked for"
     ONE_SEGMENT = "its prompt is one segment"
     COMPUTED_WHERE_DECODED = "its prompt is computed where it is decoded"
     NOTHING_SHARED = "it shares no segment with others"

@@ -33,6 +33,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 MODEL = "smollm2-135m-instruct"
 
 
+@pytest.hookimpl(tryfirst=True)  # what runs them reads the groups in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say what `make test` may run side by side: files, but one deployment's tests at a time.
 

@@ -14,6 +14,7 @@ from td_serve.types import (
     AgentId,
     Alone,
     GenerateRequest,
+    Membership,
     PassSpec,
     RequestId,
     Rule,
@@ -24,6 +25,7 @@ from td_serve.types import (
 RULE = Rule(name=RuleName.NONE)
 WEIGHED = Rule(name=RuleName.HKVD, weighed=True)
 HEAD = [1, 2, 3]
+EXACT = Membership(sim=SessionId("sim"), agent=AgentId("exact"), exact=True)
 
 
 def request(agent: str, *segments: list[int], **fields: Any) -> GenerateRequest:
@@ -128,6 +130,7 @@ def test_members_that_cannot_share_say_why() -> None:
         request("many", ADA, A, [1], n=2),
         request("alone", CYD, C, [2]),
         request("other", BO, A, [3], cache_salt="other"),
+        request("exact", BO, A, [3], membership=EXACT),
     )
     assert reuse.passes == []
     assert reuse.reasons == {
@@ -136,6 +139,7 @@ def test_members_that_cannot_share_say_why() -> None:
         "many": Alone.COMPUTED_WHERE_DECODED,
         "alone": Alone.NOTHING_SHARED,
         "other": Alone.NOTHING_SHARED,
+        "exact": Alone.ASKED_FOR,
     }
 
 

@@ -123,6 +123,19 @@ def test_places_in_the_round_follow_the_requests_order() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("of_all", "of_one", "wanted"),
+    [(False, False, [False, False]), (False, True, [False, True]), (True, False, [True, True])],
+)
+def test_who_is_to_be_answered_exactly_is(of_all: bool, of_one: bool, wanted: list[bool]) -> None:
+    agents = [{"agent": "ada", "task": "x"}, {"agent": "bo", "task": "x", "exact": of_one}]
+    request = make(agents=agents, exact=of_all)
+    assert [rounds.membership(OPEN, request, i).exact for i in range(2)] == wanted
+    place = {"sim": "village", "round": 1, "agent": "bo", "n_agents": 2, "exact": of_one}
+    field: RoundField = decode_body(place, RoundField, "td_round")
+    assert field.membership(OPEN).exact == of_one
+
+
 def test_an_agent_named_twice_is_refused() -> None:
     agent = RoundAgent(agent="ada", task="x")
     request = msgspec.structs.replace(make(), agents=[agent, agent, agent])

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from td_serve.bench.authors import Authors
 from td_serve.bench.trace_rounds import Round
+from td_serve.errors import TdServeError
 from td_serve.reuse import Reuse
 from td_serve.types import AgentId, PassResult, PassSpec, PassTokens, Rule, pack, unpack
 
@@ -71,6 +73,34 @@ class PassEngine:
     def play_plain(self, round_: Round, salt: str, max_tokens: int = 1) -> Played:
         """Every member as an ordinary request."""
         return self._answer(round_, dict.fromkeys(map(str, round_), salt), {}, max_tokens)
+
+    def bring(self, reuse: Reuse, authors: Authors) -> None:
+        """Have what was said there, as it was decoded, for a round's passes to take over.
+
+        It is computed as a prefill of the author's turn, which gives the same KV.
+        """
+        from vllm import SamplingParams
+
+        from td_serve.engine.restoring import Output, output_parameters
+
+        written = {one.lease: one for spec in reuse.passes for one in spec.written}
+        new = [written[name] for name in self._call("td_bring", list(written))]
+        for one in new:
+            piece = one.piece
+            output = Output(one.lease, piece.start, piece.tokens, piece.start)
+            self._llm.generate(
+                # One token more: the engine would compute the last one anew.
+                {"prompt_token_ids": [*authors.read_by(one), 0], "cache_salt": "authors"},
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=1,
+                    detokenize=False,
+                    extra_args={"kv_transfer_params": output_parameters(output)},
+                ),
+                use_tqdm=False,
+            )
+        if new and (missing := self._call("td_bring", [one.lease for one in new])):
+            raise TdServeError(f"what was said in {missing} is not kept")
 
     def prepare(self, reuse: Reuse) -> None:
         """Compute what the members of a round share, before it comes."""

@@ -12,9 +12,8 @@ class Preset(enum.Enum):
     """`td` is what a deployment does by default; the others are named for their rules, `weighed` is
     `hkvd` with what is asked in mind.
 
-    `paper` is that of TokenDance, section 4.2: 15 % of the tokens, chosen at layer 1 for each
-    member by itself. There what is shared is read as it was decoded, and not computed: here it is
-    computed beforehand, and its time does not count.
+    `author` is `td` on what was said as it was decoded; `paper`, that of TokenDance, section 4.2,
+    too: 15 % of the tokens, chosen at layer 1 for each member by itself.
     """
 
     TD = "td"
@@ -24,6 +23,7 @@ class Preset(enum.Enum):
     HKVD = "hkvd"
     WEIGHED = "weighed"
     FIRST_K_HKVD = "first_k+hkvd"
+    AUTHOR = "author"
     PAPER = "paper"
     FULL = "full"
 
@@ -32,9 +32,9 @@ class Preset(enum.Enum):
         return _RULES[self]
 
     @property
-    def is_given(self) -> bool:
-        """Whether what is shared is there before the round comes."""
-        return self is Preset.PAPER
+    def reads_authors(self) -> bool:
+        """Whether what was said is taken as it was decoded."""
+        return self in (Preset.AUTHOR, Preset.PAPER)
 
     @property
     def chooses(self) -> bool:
@@ -52,6 +52,7 @@ _RULES = {
     Preset.FIRST_K_HKVD: ReuseSettings(
         rule="first_k+hkvd", k=2, ratio=0.15, left=0.0, weighed=False
     ).as_rule(),
+    Preset.AUTHOR: ReuseSettings().as_rule(),
     Preset.PAPER: ReuseSettings(
         rule="hkvd", ratio=0.15, left=0.0, depth=0.0, own=True, weighed=False
     ).as_rule(),

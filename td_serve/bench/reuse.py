@@ -15,9 +15,20 @@ from pathlib import Path
 
 import msgspec
 
-from td_serve.bench.fidelity import SCORED, Fidelity, Measured, fidelity
+from td_serve.bench.authors import Authors
+from td_serve.bench.fidelity import SCORED, Measured, fidelity
 from td_serve.bench.pass_engine import PassEngine, Played
 from td_serve.bench.presets import Preset
+from td_serve.bench.reuse_rows import (
+    SHARED_FIRST,
+    VLLM,
+    Result,
+    Row,
+    Tokens,
+    ahead,
+    serial,
+    summarise,
+)
 from td_serve.bench.trace_rounds import Prompts, Round
 from td_serve.errors import TdServeError
 from td_serve.reuse import Reuse, plan_reuse
@@ -47,80 +58,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     fidelity: bool = False
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One way in one round: seconds until all first tokens, by phase, how many tokens were computed
-    to the end (a check layer's are not), of which only because a rule has chosen them, and how many
-    members were in passes.
-
-    A pass computes the canonical sequence, a rule's check layer and the members' rows; then their
-    KV is restored into requests' pages, and the suffix is what the engine itself computes.
-    """
-
-    round: int
-    way: str
-    seconds: float
-    canonical_s: float = 0.0
-    choice_s: float = 0.0
-    rows_s: float = 0.0
-    restore_s: float = 0.0
-    suffix_s: float
-    computed: int
-    selected: int = 0
-    blended: int = 0
-
-
-class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the first preset's members, all rounds: prompt = local + reused + selected + new."""
-
-    prompt: int
-    local: int
-    reused: int
-    selected: int
-    new: int
-
-
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The first preset, against the other ways; None where it was not measured.
-
-    `ahead` is where what is shared was computed before the round came: in a pause after the last.
-    """
-
-    preset: Preset
-    speedup_vs_vllm: float | None = None
-    speedup_vs_vllm_ahead: float | None = None
-    speedup_vs_serial: float | None = None
-    speedup_vs_serial_paper: float | None = None
-    speedup_vs_shared_first: float | None = None
-    over_floor: float | None = None
-    kl0_mean: float | None = None
-    kl0_max: float | None = None
-    kl32_mean: float | None = None
-    top1_32: float | None = None
-    tokens: Tokens | None = None
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was measured. `cut` prompts did not fit the window as they were."""
-
-    rows: list[Row]
-    fidelity: list[Fidelity]
-    summary: Summary
-    cut: int
-
-
-VLLM, SHARED_FIRST = "vllm", "shared_first"
-
-
-def serial(preset: Preset) -> str:
-    """The name of the way that plays a preset member by member."""
-    return f"serial {preset.value}"
-
-
-def ahead(preset: Preset) -> str:
-    """The name of the way that plays a preset when what is shared has been prepared."""
-    return f"{preset.value} ahead"
-
-
 def bench_reuse(options: Options, say: Callable[[str], None]) -> Result:
     """Measure on an engine of our own. `say` tells the progress.
 
@@ -142,7 +79,11 @@ def bench_reuse(options: Options, say: Callable[[str], None]) -> Result:
     rows: list[Row] = []
     measured: dict[tuple[Preset, bool], Measured] = {}
     for before, round_ in itertools.pairwise(played):
-        number = options.first + played.index(before)
+        place = played.index(before)
+        number = options.first + place
+        bench.authors = Authors(
+            number - 1, prompts.spoken(trace, number - 1, options.layout), options.window
+        )
         say(f"round {number}: is a pass that computes everything exact?")
         answers = bench.check_exact(before, round_)
         if options.fidelity:
@@ -163,6 +104,8 @@ class _Bench:
         self._engine = engine
         self._sim = sim
         self._presets = presets
+        self.authors = Authors(0, [], 0)
+        """Those of the round before the measured one."""
         self.tokens: list[Tokens] = []
 
     def check_exact(self, before: Round, round_: Round) -> dict[str, list[int]]:
@@ -171,7 +114,7 @@ class _Bench:
         Raises TdServeError when a pass that computes everything answers otherwise, or when there is
         none.
         """
-        if not plan_reuse(self._sim, round_, Preset.FULL.rule, _head(round_)).passes:
+        if not self._plan(round_, Preset.FULL, "").passes:
             raise TdServeError(
                 f"trace {self._sim!r}: no two of the {len(round_)} agents have anything in common "
                 "in this round: there is nothing to measure"
@@ -232,8 +175,10 @@ class _Bench:
             def play() -> Played:
                 salt = uuid.uuid4().hex
                 self._warm(before, preset, salt)
-                if is_given or preset.is_given:
-                    self._engine.prepare(self._plan(round_, preset, salt))
+                if is_given:
+                    reuse = self._plan(round_, preset, salt)
+                    self._engine.bring(reuse, self.authors)
+                    self._engine.prepare(reuse)
                 played = self._blend(round_, preset, salt, together=together)
                 if together and not is_given and preset is self._presets[0]:
                     self.tokens.append(_counted(played))
@@ -252,7 +197,7 @@ class _Bench:
     def _one_by_one(self) -> list[Preset]:
         """The presets that are played member by member, too."""
         first, *others = self._presets
-        return [first, *(preset for preset in others if preset.is_given)]
+        return [first, *(preset for preset in others if preset is Preset.PAPER)]
 
     def measure(
         self,
@@ -262,23 +207,10 @@ class _Bench:
         measured: dict[tuple[Preset, bool], Measured],
     ) -> None:
         """Add each member's divergences, agreements and match lengths to `measured`."""
-        asking = msgspec.structs.replace(Preset.FULL.rule, weighed=True)  # for rules that weigh
-        spec = plan_reuse(self._sim, round_, asking, _head(round_)).passes[0]
-        by_request = {str(one.request_id): agent for agent, one in round_.items()}
-        # Of an answer's tokens all but the last are read.
-        prompts = [
-            [*round_[agent].prompt_token_ids, *answers[agent][: SCORED - 1]]
-            for agent in (by_request[str(member.request_id)] for member in spec.members)
-        ]
-        which = [(preset, False) for preset in self._presets]
-        which += [(preset, True) for preset in self._presets if preset.chooses]
-        asked = [(preset.rule, at_random) for preset, at_random in which]
-        for one, score in zip(which, self._engine.score(spec, prompts, asked, SCORED), strict=True):
-            found = measured.setdefault(one, Measured())
-            found.kl += score.kl
-            found.same += score.same
-            found.chosen.append(score.chosen)
-            found.alone += score.alone
+        for reads_authors in (False, True):
+            presets = [one for one in self._presets if one.reads_authors == reads_authors]
+            if presets:
+                self._score(round_, answers, presets, measured)
         for preset in self._presets:
             salt = uuid.uuid4().hex
             self._warm(before, preset, salt)
@@ -286,6 +218,33 @@ class _Bench:
             measured[preset, False].match += [
                 alike(answers[agent], said[agent]) for agent in answers
             ]
+
+    def _score(
+        self,
+        round_: Round,
+        answers: dict[str, list[int]],
+        presets: Sequence[Preset],
+        measured: dict[tuple[Preset, bool], Measured],
+    ) -> None:
+        """Divergences and agreements of presets on one base, and of random choices."""
+        reuse = self._plan(round_, presets[0], "", asking=True)
+        spec = reuse.passes[0]
+        self._engine.bring(reuse, self.authors)
+        by_request = {str(one.request_id): agent for agent, one in round_.items()}
+        # Of an answer's tokens all but the last are read.
+        prompts = [
+            [*round_[agent].prompt_token_ids, *answers[agent][: SCORED - 1]]
+            for agent in (by_request[str(member.request_id)] for member in spec.members)
+        ]
+        which = [(preset, False) for preset in presets]
+        which += [(preset, True) for preset in presets if preset.chooses]
+        asked = [(preset.rule, at_random) for preset, at_random in which]
+        for one, score in zip(which, self._engine.score(spec, prompts, asked, SCORED), strict=True):
+            found = measured.setdefault(one, Measured())
+            found.kl += score.kl
+            found.same += score.same
+            found.chosen.append(score.chosen)
+            found.alone += score.alone
 
     def _warm(self, before: Round, preset: Preset, salt: str) -> None:
         """The round before, in the same way: it leaves histories and a header."""
@@ -301,11 +260,14 @@ class _Bench:
         max_tokens: int = 1,
     ) -> Played:
         reuse = self._plan(round_, preset, salt)
+        self._engine.bring(reuse, self.authors)
         return self._engine.play_passes(round_, reuse, salt, together, max_tokens)
 
-    def _plan(self, round_: Round, preset: Preset, salt: str) -> Reuse:
-        sim = SessionId(f"{self._sim}-{salt}")
-        return plan_reuse(sim, round_, preset.rule, _head(round_))
+    def _plan(self, round_: Round, preset: Preset, salt: str, *, asking: bool = False) -> Reuse:
+        """`asking`: with what is asked, for rules that go by it."""
+        rule = msgspec.structs.replace(preset.rule, weighed=True) if asking else preset.rule
+        turns = self.authors.turns if preset.reads_authors else None
+        return plan_reuse(SessionId(f"{self._sim}-{salt}"), round_, rule, _head(round_), turns)
 
 
 def _head(round_: Round) -> list[int]:
@@ -329,50 +291,3 @@ def _counted(played: Played) -> Tokens:
         selected=sum(one.selected for one in played.counted),
         new=sum(one.new for one in played.counted),
     )
-
-
-def summarise(
-    preset: Preset,
-    rows: Sequence[Row],
-    found: Sequence[Fidelity],
-    tokens: Sequence[Tokens],
-) -> Summary:
-    """The first preset against the other ways: sums over all rounds."""
-    seconds: dict[str, float] = {}
-    computed: dict[str, int] = {}
-    selected = sum(row.selected for row in rows if row.way == preset.value)
-    for row in rows:
-        seconds[row.way] = seconds.get(row.way, 0.0) + row.seconds
-        computed[row.way] = computed.get(row.way, 0) + row.computed
-    close = next((one for one in found if one.preset is preset and not one.at_random), None)
-
-    def against(way: str, ours: str = preset.value) -> float | None:
-        both = way in seconds and ours in seconds
-        return round(seconds[way] / seconds[ours], 3) if both else None
-
-    over_floor = None
-    if preset.value in seconds:
-        # What is new by any way, at the rate of the engine's own prefill.
-        floor = (computed[preset.value] - selected) * seconds[VLLM] / computed[VLLM]
-        over_floor = round(seconds[preset.value] / floor, 3)
-    return Summary(
-        preset=preset,
-        speedup_vs_vllm=against(VLLM),
-        speedup_vs_vllm_ahead=against(VLLM, ahead(preset)),
-        speedup_vs_serial=against(serial(preset)),
-        speedup_vs_serial_paper=against(serial(Preset.PAPER)),
-        speedup_vs_shared_first=against(SHARED_FIRST),
-        over_floor=over_floor,
-        kl0_mean=None if close is None else close.kl0_mean,
-        kl0_max=None if close is None else close.kl0_max,
-        kl32_mean=None if close is None else close.kl32_mean,
-        top1_32=None if close is None else close.top1_32,
-        tokens=_sum(tokens),
-    )
-
-
-def _sum(tokens: Sequence[Tokens]) -> Tokens | None:
-    if not tokens:
-        return None
-    fields = [field.name for field in msgspec.structs.fields(Tokens)]
-    return Tokens(**{name: sum(getattr(one, name) for one in tokens) for name in fields})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from td_serve.bench.reuse import VLLM, Result, Row
+from td_serve.bench.reuse_rows import VLLM, Result, Row
 from td_serve.errors import TdServeError
 
 _PHASES = ("canonical", "choice", "rows", "restore", "suffix")

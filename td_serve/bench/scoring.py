@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from td_serve.engine.collective import KV, run_pass
-from td_serve.engine.kept import NOTHING
+from td_serve.engine.kept import NOTHING, WRITTEN, Run
 from td_serve.engine.parts import Part, batches, group_of
 from td_serve.engine.worker import Passes, PassWorker
 from td_serve.pic.base import Shared, mask
@@ -43,7 +43,20 @@ class Score(msgspec.Struct):
 
 
 class ScoringWorker(PassWorker):
-    """A worker that also scores rules."""
+    """A worker that also scores rules, and has what was said once for many passes."""
+
+    td_said: dict[str, Run] | None = None
+
+    def td_bring(self, names: list[str]) -> list[str]:
+        """Have these turns' outputs taken over by the next pass. Gives those that never came."""
+        store = self._td_ready().store
+        self.td_said = self.td_said or {}
+        for name in names:
+            if store.has(WRITTEN, name):
+                self.td_said[name] = store.get(WRITTEN, name)
+            elif name in self.td_said:
+                store.keep(WRITTEN, name, self.td_said[name])
+        return [name for name in names if name not in self.td_said]
 
     def td_score(self, packed: bytes, prompts: list[list[int]], asked: bytes, last: int) -> bytes:
         """A `Score` for each of `asked`, of every prompt's `last` tokens; both as JSON lists.
@@ -59,7 +72,7 @@ class ScoringWorker(PassWorker):
 def _score(
     passes: Passes, spec: PassSpec, prompts: list[list[int]], asked: list[Asked], last: int
 ) -> list[Score]:
-    canonical, _ = _finish(passes.canonical(spec.canonical))
+    canonical, _ = _finish(passes.canonical(spec.canonical, spec.written))
     shared = Shared(len(spec.canonical.token_ids), spec.canonical.segments)
     unsettled = [Part(member, NOTHING, 0, ()) for member in spec.members]
 

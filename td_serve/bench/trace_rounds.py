@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from td_serve.engine.heads import neutral_head
 from td_serve.segments import locate, mark, split, tokenise
@@ -24,6 +24,14 @@ from td_serve.types import AgentId, GenerateRequest, RequestId
 
 Round = dict[AgentId, GenerateRequest]
 """What each agent asks in one round; its sampling parameters are left empty."""
+
+
+class Spoken(NamedTuple):
+    """An agent's prompt in a round, and what it put out."""
+
+    agent: AgentId
+    prompt: list[int]
+    put_out: list[int]
 
 
 class Prompts:
@@ -63,6 +71,16 @@ class Prompts:
             prompts = [build(layout, view) for view in views(trace, round_, chosen, known)]
             made.append({prompt.agent: self._request(prompt) for prompt in prompts})
         return made
+
+    def spoken(self, trace: Trace, number: int, layout: Layout) -> list[Spoken]:
+        """What everybody put out in round `number`, if it was recorded, and what they had read."""
+        (asked,) = self.rounds(trace, None, number, 1, layout)
+        said = recorded_outputs(trace.rounds[number])
+        return [
+            Spoken(agent, request.prompt_token_ids, list(self._encode(said[agent])))
+            for agent, request in asked.items()
+            if agent in said
+        ]
 
     def _request(self, prompt: Prompt) -> GenerateRequest:
         cut = cut_to_window(prompt, self._window, self._reserved, self._counter.chat)

@@ -83,13 +83,20 @@ class Keeping:
         return len(self._kept)
 
     def order(self, request: GenerateRequest) -> dict[str, Any]:
-        """The KV transfer parameters that have a turn kept; empty where it shall not be."""
+        """The KV transfer parameters that have a turn kept; empty where it shall not be.
+
+        For those who read what it puts out the blocks are kept that hold it.
+        """
         if request.conversation is None or request.n > 1:
             return {}
         began = self._clock() - request.age_s
         if self._forgotten.get(request.conversation, -math.inf) > began:
             return {}
-        order = LeaseOrder(id=LeaseId(uuid.uuid4().hex), conversation=request.conversation)
+        order = LeaseOrder(
+            id=LeaseId(uuid.uuid4().hex),
+            conversation=request.conversation,
+            first=_first(request),
+        )
         self._ordered.setdefault(order.conversation, set()).add(order.id)
         return {LEASE: msgspec.to_builtins(order)}
 
@@ -110,6 +117,7 @@ class Keeping:
         self._is_over(request.conversation, granted.id)
         tokens = [*request.prompt_token_ids, *generated][: granted.tokens]
         whole = len(tokens) // granted.block_size * granted.block_size
+        salted = granted.block_size, request.cache_salt
         handle = Handle(
             **msgspec.structs.asdict(self._place),
             lease=granted.id,
@@ -117,8 +125,10 @@ class Keeping:
             block_size=granted.block_size,
             block_ids=[granted.block_ids],
             tokens=len(tokens),
-            digests=digests(tokens, granted.block_size, request.cache_salt),
-            tail=tokens[whole:],
+            # Without its beginning it is no prompt's.
+            digests=b"" if granted.skipped else digests(tokens, *salted),
+            tail=[] if granted.skipped else tokens[whole:],
+            skipped=granted.skipped,
             remaining_s=granted.ttl_s,
             number=granted.number,
             prefilled_by=prefilled_by,
@@ -192,3 +202,9 @@ class Keeping:
     def close(self) -> None:
         self._client.close()
         self._socket.close()
+
+
+def _first(request: GenerateRequest) -> int:
+    """From which token on a turn is kept."""
+    is_read_for_what_it_says = request.conversation == request.writes
+    return len(request.prompt_token_ids) if is_read_for_what_it_says else 0

@@ -96,6 +96,10 @@ class RoundStore:
         """Whether anything is kept under a name."""
         return (kind, name) in self._runs
 
+    def get(self, kind: str, name: str) -> Run:
+        """What is kept under a name, all of it. Raises KeyError."""
+        return self._runs[kind, name]
+
     def drop(self, kind: str, name: str) -> None:
         """Keep nothing under this name; if nothing is, nothing changes."""
         if (run := self._runs.pop((kind, name), None)) is not None:

@@ -38,14 +38,16 @@ COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 class LeaseOrder(msgspec.Struct, frozen=True):
-    """A request wants its KV kept when it has finished."""
+    """A request wants its KV kept when it has finished: the blocks from token `first` on."""
 
     id: LeaseId
     conversation: ConversationKey
+    first: int = 0
 
 
 class Granted(msgspec.Struct, frozen=True):
-    """What is kept: the KV of the first `tokens` tokens, in these blocks of `block_size` tokens.
+    """What is kept: the KV of the first `tokens` tokens, in these blocks of `block_size` tokens,
+    without the first `skipped` blocks.
 
     `number` leases had been granted before.
     """
@@ -56,6 +58,7 @@ class Granted(msgspec.Struct, frozen=True):
     block_size: int
     block_ids: list[int]
     ttl_s: float
+    skipped: int = 0
 
 
 class LeaseKeeper:
@@ -94,12 +97,14 @@ class LeaseKeeper:
         order = msgspec.convert(params[LEASE], LeaseOrder)
         # The last token sampled was never fed back; one that was scheduled may not have been.
         tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        ids = block_ids[0][: -(-tokens // self._block_size)]
+        skipped = order.first // self._block_size
+        ids = block_ids[0][skipped : -(-tokens // self._block_size)]
         blocks = [self._pool.blocks[block_id] for block_id in ids]
         if not blocks or any(block.is_null for block in blocks):
             return None
         with self._lock:
-            if not self._table.grant(order.id, order.conversation, tokens, blocks):
+            here = tokens - skipped * self._block_size
+            if not self._table.grant(order.id, order.conversation, here, blocks):
                 return None
         self._pool.touch(blocks)
         self.settle()
@@ -110,6 +115,7 @@ class LeaseKeeper:
             block_size=self._block_size,
             block_ids=ids,
             ttl_s=self._table.ttl_s,
+            skipped=skipped,
         )
         self._granted += 1
         return {LEASE: msgspec.to_builtins(granted)}
@@ -175,8 +181,11 @@ class LeaseKeeper:
 
     @staticmethod
     def _conversation_of(request: Any) -> ConversationKey | None:
-        order = (request.kv_transfer_params or {}).get(LEASE)
-        return None if order is None else msgspec.convert(order, LeaseOrder).conversation
+        """Whose last turn the request may find in the prefix cache."""
+        if LEASE not in (request.kv_transfer_params or {}):
+            return None
+        order = msgspec.convert(request.kv_transfer_params[LEASE], LeaseOrder)
+        return None if order.first else order.conversation
 
     def _answer(self, ask: list[Any]) -> Any:
         """The host's question, in the server's thread: a method of the table and its arguments."""

@@ -27,6 +27,8 @@ from td_serve.types import GenerateRequest, Handle, Handover, LeaseId, PassSpec,
 log = logging.getLogger(__name__)
 
 _LOOKS_UP_S = 0.005
+_AT_ONCE = 4
+"""Reads: each has a lease held, of which not all may be at the same time."""
 _COMES_S = 1.0
 """How long after its request has ended an output may take to be there: a step of the engine."""
 
@@ -41,6 +43,7 @@ class Outputs:
         self._prefill = prefill
         self._reading = reading
         self._passes = passes
+        self._turn = asyncio.Semaphore(_AT_ONCE)
 
     @contextlib.asynccontextmanager
     async def of(self, spec: PassSpec, turns: Mapping[str, Handle]) -> AsyncIterator[list[Written]]:
@@ -75,12 +78,13 @@ class Outputs:
         piece = written.piece
         size = handle.block_size
         first, end = piece.start // size, piece.start + piece.tokens
-        if end > handle.tokens:
+        if first < handle.skipped or end > handle.tokens:
             return False
         before = piece.start - first * size
+        here = slice(first - handle.skipped, -(-end // size) - handle.skipped)
         part = msgspec.structs.replace(
             handle,
-            block_ids=[group[first : -(-end // size)] for group in handle.block_ids],
+            block_ids=[group[here] for group in handle.block_ids],
             tokens=before + piece.tokens,
             digests=b"",
             tail=[],
@@ -96,7 +100,10 @@ class Outputs:
         )
         output = Output(written.lease, before, piece.tokens, piece.start)
         try:
-            async with self._reading.held(handle, part, request.request_id, 1) as source:
+            async with (
+                self._turn,
+                self._reading.held(handle, part, request.request_id, 1) as source,
+            ):
                 if not source:
                     return False
                 parameters = {**source, READ_ONLY: True, **output_parameters(output)}

@@ -11,7 +11,7 @@ import pytest
 
 from td_serve.bench.fidelity import Measured, fidelity
 from td_serve.bench.presets import Preset
-from td_serve.bench.reuse import VLLM, Row, serial, summarise
+from td_serve.bench.reuse_rows import VLLM, Row, serial, summarise
 from td_serve.cli import EXIT_ERROR, main
 from td_serve.models.random_model import write_random
 
@@ -65,14 +65,14 @@ def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) ->
     out, picture, model = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "tiny"
     write_random(model, like="llama", layers=3, kv_heads=2, head_dim=64)
     command = ["bench", "reuse", "--model", str(model), "--trace", str(VILLAGE)]
-    command += ["--first", "2", "--presets", "first_k,td,hkvd,paper,none,full", "--fidelity"]
+    command += ["--first", "2", "--presets", "first_k,td,hkvd,author,paper,none,full", "--fidelity"]
     command += ["--plot", str(picture)]
     # A process of its own: an engine that ends in this one would take the others along.
     program = Path(sys.executable).with_name("td-serve")
     subprocess.run([program, *command, "--json", out], check=True, timeout=300)
     report = json.loads(out.read_text("utf-8"))
     ways = {one["way"] for one in report["rows"]["speed"]}
-    presets = {"first_k", "td", "hkvd", "paper", "none", "full"}
+    presets = {"first_k", "td", "hkvd", "author", "paper", "none", "full"}
     assert ways == {
         "vllm",
         "shared_first",
@@ -82,6 +82,8 @@ def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) ->
         "serial paper",
     }
     assert picture.read_bytes().startswith(b"\x89PNG")
+    computed = {row["way"]: row["computed"] for row in report["rows"]["speed"]}
+    assert computed["paper"] < computed["none"], "what was said is there already"
     (chosen,) = (row for row in report["rows"]["speed"] if row["way"] == "td")
     assert chosen["blended"] == 0, "random weights: nearly everything deviates"
     for row in report["rows"]["speed"]:
@@ -94,6 +96,7 @@ def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) ->
         "first_k",
         "td",
         "hkvd",
+        "author",
         "paper",
     }
     assert by_preset["td"]["alone"] > 0

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from td_serve.engine.keeping import Keeping, LeaseSocket, Place
-from td_serve.engine.leasing import LEASE, Granted, LeaseKeeper
+from td_serve.engine.leasing import LEASE, Granted, LeaseKeeper, LeaseOrder
 from td_serve.transfer.ports import PortLease, lease_ports
 from td_serve.types import ConversationKey, Epoch, GenerateRequest, LeaseId, ReplicaId
 from tests.engine.rig import make_request
@@ -76,6 +76,14 @@ async def test_what_has_ordered_a_lease_when_its_conversation_is_deleted_gets_no
     assert await rig.keeping.forget(CHAT), "there was a turn"
     rig.keeping.cancel(order)
     assert not await rig.keeping.forget(CHAT)
+
+
+@pytest.mark.parametrize(("writes", "first"), [(CHAT, 3), (OTHER, 0), (None, 0)])
+async def test_of_a_turn_that_is_read_for_what_it_says_its_prompt_is_not_kept(
+    rig: Rig, writes: ConversationKey | None, first: int
+) -> None:
+    order = rig.keeping.order(msgspec.structs.replace(rig.turn(), writes=writes))
+    assert msgspec.convert(order[LEASE], LeaseOrder).first == first
 
 
 def granted(number: int) -> dict[str, Any]:

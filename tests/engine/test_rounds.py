@@ -42,6 +42,7 @@ from td_serve.types import (
     Span,
 )
 from tests.engine.rig import (
+    BLOCK,
     CONVERSATIONS,
     ENGINE,
     NIXL,
@@ -485,6 +486,8 @@ async def test_what_was_said_is_read_as_it_was_decoded(
     Behind another prompt it is not. Of a turn that is not kept any more all is computed."""
     header = some_tokens(HEADER + 30, 60)
     author = await Author.speak(engines, header)
+    kept = (await engines.decode_hosts[0].lease_counts()).blocks
+    assert kept == -(-author.handle.tokens // BLOCK) - len(header) // BLOCK, "what it said, no more"
     work, rest = round_after(author, header, 61, 1)
     total = len(work.passes[0].canonical.token_ids)
     assert rest == total - len(author.put_out) + 1, "all but its last token has KV"
