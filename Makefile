@@ -20,7 +20,7 @@ demo: setup ## serve, play three rounds of a small village, show them, stop
 
 test: setup ## run the tests; choose some with: make test TESTS="tests/models -k fetch"
 	@$(BIN)/td-serve model fetch $(MODEL)
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(or $(TESTS),tests)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(or $(TESTS),tests)
 
 check: setup ## lint, format, import layers, types
 	@$(BIN)/ruff check .

@@ -5,6 +5,7 @@ Expensive ones live for the session and are made when first asked for.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 # Before anything imports torch or vLLM: one thread for each engine, all in this process, no hub.
 os.environ.update(
@@ -23,7 +25,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
-from tests.cluster.harness import Cluster, cluster_file
+from tests.cluster.harness import ROOT, Cluster, cluster_file
 from tests.plain import plain_engine
 
 # A shell has what it runs in the background ignore interrupts, and so would every command that a
@@ -33,23 +35,34 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 MODEL = "smollm2-135m-instruct"
 
 
-@pytest.hookimpl(tryfirst=True)  # what runs them reads the groups in this hook, too
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what `make test` may run side by side: files, but one deployment's tests at a time.
+class OneDeploymentAtATime(LoadFileScheduling):
+    """What `make test` runs side by side: files, but all that deploy one after the other.
 
-    Deployments start slowly when several do at once, and the session has one for many files. Those
-    that want to be alone come last, when nobody needs that one any more.
+    Deployments start slowly when several do at once, and many files have one in common.
     """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "deployments" if _deploys(file) else file
+
+
+@functools.cache
+def _deploys(file: str) -> bool:
+    return "mark.cluster" in (ROOT / file).read_text("utf-8")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneDeploymentAtATime:
+    return OneDeploymentAtATime(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deployments that want to be alone come last, when nobody needs the one that many have."""
 
     def is_alone(item: pytest.Item) -> bool:
         marker = item.get_closest_marker("cluster")
         return marker is not None and bool(marker.kwargs.get("alone"))
 
     items.sort(key=is_alone)
-    deploying = {item.path for item in items if item.get_closest_marker("cluster")}
-    for item in items:
-        group = "cluster" if item.path in deploying else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
