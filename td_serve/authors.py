@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from td_serve.quotes import EDGE, SHORTEST
-from td_serve.types import LeaseId, Piece, Written
+from td_serve.types import GenerateRequest, Handle, LeaseId, Piece, Written
 
 _KEY = 8
 """First tokens by which outputs are looked up: enough that few places begin so."""
@@ -19,14 +19,30 @@ _KEY = 8
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn that has put out `token_ids` behind its prompt's `start` tokens. Its lease keeps the
-    KV of its first `kept` tokens, prompt included, for requests under the same `salt`."""
+    """A turn that has put out `token_ids` behind its prompt's `start` tokens. Its lease keeps KV
+    of what it has put out as far as its first `kept` tokens go, prompt included, for requests under
+    the same `salt`."""
 
     lease: LeaseId
     salt: str | None
     start: int
     token_ids: Sequence[int]
     kept: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A turn whose KV is kept, and where."""
+
+    handle: Handle
+    turn: Turn
+
+    @classmethod
+    def of(cls, request: GenerateRequest, token_ids: Sequence[int], handle: Handle) -> Kept:
+        """The turn in which `request` was answered with these tokens."""
+        start = len(request.prompt_token_ids)
+        turn = Turn(handle.lease, request.cache_salt, start, token_ids, handle.tokens)
+        return cls(handle, turn)
 
 
 def find_written(tokens: Sequence[int], turns: Sequence[Turn], salt: str | None) -> list[Written]:
@@ -63,7 +79,7 @@ def _whole(tokens: Sequence[int], turn: Turn, at: int) -> Written:
         last += 1
     last = max(first, min(last, turn.kept - turn.start))
     piece = Piece(start=turn.start + first, tokens=last - first, source=first + offset)
-    return Written(lease=turn.lease, piece=piece)
+    return Written(name=turn.lease, piece=piece)
 
 
 def _same(tokens: Sequence[int], turn: Turn, place: int, offset: int) -> bool:

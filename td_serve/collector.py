@@ -15,7 +15,7 @@ import enum
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from td_serve.authors import Turn
+from td_serve.authors import Kept
 from td_serve.errors import BadRequest, RoundConflict
 from td_serve.reuse import ALL_EXACT, Reuse
 from td_serve.segments import key
@@ -50,14 +50,6 @@ class MemberState(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A turn whose KV is kept, and where."""
-
-    handle: Handle
-    turn: Turn
-
-
 @dataclass
 class Member:
     """An agent in a round, its request, and what has become of it."""
@@ -82,16 +74,7 @@ class Member:
         stands for."""
         self.output = output
         if handle is not None:
-            self.kept = Kept(
-                handle,
-                Turn(
-                    lease=handle.lease,
-                    salt=self.asked.cache_salt,
-                    start=len(self.asked.prompt_token_ids),
-                    token_ids=output.token_ids,
-                    kept=handle.tokens,
-                ),
-            )
+            self.kept = Kept.of(self.asked, output.token_ids, handle)
         self.state = MemberState.DONE
 
     def forget_request(self) -> None:
@@ -182,6 +165,8 @@ class Session:
         self._implicit_open: Round | None = None
         self._known_agents: set[AgentId] = set()
         self._forgotten: deque[int] = deque(maxlen=FORGOTTEN_KEPT)
+        self.writers: set[AgentId] = set()
+        """Agents of whom a turn may be kept for nothing but what it has put out."""
 
     @property
     def is_idle(self) -> bool:

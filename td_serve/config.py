@@ -205,7 +205,7 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
 
     `ahead` has what a round puts out computed for the next one before that comes, where a prefill
     replica has nothing else to do: as if its prompts were laid out like the last ones. With the
-    `author`'s base there is nothing to be computed.
+    `author`'s base it is not.
     """
 
     mode: Literal["exact", "blend"] = "exact"

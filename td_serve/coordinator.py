@@ -21,7 +21,8 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
-from td_serve.collector import Admission, Kept, Member, MemberState, Round, Session, plan_round
+from td_serve.authors import Kept, Turn
+from td_serve.collector import Admission, Member, MemberState, Round, Session, plan_round
 from td_serve.config import CoordinatorSettings
 from td_serve.conversations import writes
 from td_serve.dispatch import Dispatcher, Engines
@@ -39,6 +40,7 @@ from td_serve.types import (
     Delta,
     Forecast,
     GenerateRequest,
+    Handle,
     Handover,
     Membership,
     RoundPrefill,
@@ -68,7 +70,7 @@ class RoundCoordinator:
         self._handovers: dict[int, asyncio.Future[Handover | None]] = {}
         self._conductors: set[asyncio.Task[None]] = set()
         self._progress = asyncio.Event()
-        self._ahead = Tasks()
+        self._background = Tasks()
         self.configure(settings)
 
     def configure(self, settings: CoordinatorSettings) -> None:
@@ -106,6 +108,7 @@ class RoundCoordinator:
                     if delta.finished:
                         # Before the client has it: it may close the stream as soon as it has.
                         member.finish(output.result(), delta.handle)
+                        self._replace_written(admission, delta.handle)
                     yield delta if delta.handle is None else _without_handle(delta)
         finally:
             self._depart(admission)
@@ -147,9 +150,7 @@ class RoundCoordinator:
         if not session.is_idle:
             raise RoundConflict(f"sim: {sim_of(sim)!r} has a round under way", field="sim")
         del self._sessions[sim]
-        for agent, kept in session.kept().items():
-            if kept.handle.conversation == writes(sim, agent):  # or it has a life of its own
-                self._ahead.run(self._free(kept.handle.conversation))
+        self._free_written(session)
         return True
 
     def check_integrity(self) -> None:
@@ -169,7 +170,7 @@ class RoundCoordinator:
         """Wait until no round is under way and no release is pending."""
         while self._conductors:
             await asyncio.wait(self._conductors)
-        await self._ahead.drain()
+        await self._background.drain()
         await self._dispatcher.drain()
 
     # ---------------------------------------------------------------- joining and leaving
@@ -219,9 +220,27 @@ class RoundCoordinator:
 
     def _writes(self, admission: Admission) -> ConversationKey | None:
         """Under what the member's turn is kept for those who read what it puts out."""
-        if not self._settings.reuse.reads_authors:
+        membership = admission.member.asked.membership
+        if not self._settings.reuse.reads_authors or membership is None or not membership.kept:
             return None
         return writes(admission.round.sim, admission.member.agent)
+
+    def _replace_written(self, admission: Admission, handle: Handle | None) -> None:
+        """A turn has ended: what was kept of the agent's last one for its output alone has ended
+        with it where this one is kept the same way, and ends now where it is not."""
+        sim, agent = admission.round.sim, admission.member.agent
+        if (session := self._sessions.get(sim)) is None:
+            return
+        if handle is not None and handle.conversation == writes(sim, agent):
+            session.writers.add(agent)
+        elif agent in session.writers:
+            session.writers.discard(agent)
+            self._background.run(self._free(writes(sim, agent)))
+
+    def _free_written(self, session: Session) -> None:
+        """Nobody will read what a session's agents have put out."""
+        for agent in session.writers:
+            self._background.run(self._free(writes(session.sim, agent)))
 
     async def _free(self, conversation: ConversationKey) -> None:
         """Free what is kept, if whoever keeps it can be asked; its lease ends by itself."""
@@ -245,7 +264,7 @@ class RoundCoordinator:
         if surplus > 0:
             idle = (old for old, kept in self._sessions.items() if kept.is_idle and old != sim)
             for old in list(itertools.islice(idle, surplus)):
-                del self._sessions[old]
+                self._free_written(self._sessions.pop(old))
         return session
 
     def _patience(self, membership: Membership) -> float:
@@ -290,7 +309,8 @@ class RoundCoordinator:
 
     async def _prefill(self, round_: Round, members: list[Member], gathered_s: float) -> None:
         """Have a closed round prefilled, and hand each member its part as it comes."""
-        reuse = await self._reuse(round_, members)
+        kept = self._kept_before(round_)
+        reuse = await self._reuse(round_, members, [one.turn for one in kept])
         members = [member for member in members if member.request is not None]
         if not members:
             return  # all have left
@@ -314,14 +334,13 @@ class RoundCoordinator:
         for member in members:
             if not member.asked.hand_over:
                 self._hand_to(member, None)
-        turns = {kept.turn.lease: kept.handle for kept in self._kept_before(round_)}
-        written = {one.lease for spec in reuse.passes for one in spec.written}
+        written = {one.name for spec in reuse.passes for one in spec.written}
         work = RoundPrefill(
             plan=plan,
             requests=[member.asked for member in members if member.asked.hand_over],
             passes=reuse.passes,
             histories={str(one): name for one, name in reuse.histories.items()},
-            turns={str(lease): turns[lease] for lease in written & turns.keys()},
+            turns={str(one.turn.lease): one.handle for one in kept if one.turn.lease in written},
         )
         if not work.requests:
             return
@@ -339,15 +358,14 @@ class RoundCoordinator:
         except RequestError:
             log.exception("round %s of sim %r", round_.number, round_.sim)
 
-    async def _reuse(self, round_: Round, members: list[Member]) -> Reuse:
-        """What the round's members share, if that shall be computed once."""
+    async def _reuse(self, round_: Round, members: list[Member], said_in: list[Turn]) -> Reuse:
+        """What the round's members share, if that shall be computed once, or taken from the turns
+        in which it was said."""
         settings = self._settings.reuse
         if settings.mode == "exact":
             return ALL_EXACT
         said = self._said_before(round_)
-        turns = (
-            [kept.turn for kept in self._kept_before(round_)] if settings.reads_authors else None
-        )
+        turns = said_in if settings.reads_authors else None
         asked = {member.agent: member.asked for member in members}
         head = next((one.head for one in asked.values() if one.head), [])
 
@@ -380,7 +398,7 @@ class RoundCoordinator:
         grows = session.share(spec.canonical)
         before = session.rounds.get(round_.number - 1)
         if before is not None:
-            self._ahead.run(self._prepare(round_, before.record(), spec.canonical, grows))
+            self._background.run(self._prepare(round_, before.record(), spec.canonical, grows))
 
     async def _prepare(
         self, round_: Round, before: RoundRecord, last: Canonical, grows: bool

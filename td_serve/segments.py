@@ -10,6 +10,7 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from td_serve.types import SegmentKey
 
@@ -51,24 +52,45 @@ def locate(prompt: str, texts: Sequence[Sequence[str]]) -> list[int]:
     shared by all, and it is what attention holds on to. `texts` are what was put in, in order, each
     as its segments. A text that the template has changed, other than at its ends, is not cut.
     """
-    places = set()
+    found = _locate(prompt, texts, trimmed=False)
+    if None in found:
+        # A template that trims one text trims others, too: what has white space at its ends might
+        # be found later, within another.
+        found = _locate(prompt, texts, trimmed=True)
+    places: set[int] = set()
+    for parts, place in zip(texts, found, strict=True):
+        if place is not None:
+            # Where the segments' own edges are, as if nothing had been trimmed.
+            edges = itertools.accumulate(map(len, parts[:-1]), initial=place.first)
+            places.update(max(edge, place.start) for edge in edges if edge < place.end)
+    return sorted(places)
+
+
+class _Place(NamedTuple):
+    """A text stands at [start, end); it would begin at `first` if nothing had been trimmed."""
+
+    first: int
+    start: int
+    end: int
+
+
+def _locate(prompt: str, texts: Sequence[Sequence[str]], trimmed: bool) -> list[_Place | None]:
+    """Where each text stands, in order; `trimmed`, with or without the white space at its ends."""
+    found: list[_Place | None] = []
     at = 0
     for parts in texts:
         text = "".join(parts)
-        trimmed = text.strip() or text
-        start = prompt.find(trimmed, at)
-        if not trimmed or start < 0:
+        core = (text.strip() or text) if trimmed else text
+        start = prompt.find(core, at) if core else -1
+        if start < 0:
+            found.append(None)
             continue
-        # Where the segments' own edges are, as if nothing had been trimmed.
-        first = start - text.find(trimmed)
+        first = start - text.find(core)
         if first >= at and prompt.startswith(text, first):
-            start, at = first, first + len(text)
-        else:
-            at = start + len(trimmed)
-        for edge in itertools.accumulate(map(len, parts[:-1]), initial=first):
-            if max(edge, start) < at:
-                places.add(max(edge, start))
-    return sorted(places)
+            start, core = first, text
+        at = start + len(core)
+        found.append(_Place(first, start, at))
+    return found
 
 
 def alike(one: Sequence[object], other: Sequence[object]) -> int:

@@ -60,7 +60,8 @@ class Membership(_Wire, tag="membership", frozen=True, kw_only=True):
     coordinator then counts rounds itself and closes one when every agent it knows has joined.
     `deadline_ms` counts from the first member's arrival; None means the deployment's default.
     `position` is the agent's place in the round's one order, where somebody gave it one. An `exact`
-    member is prefilled as it is, whatever the others share.
+    member is prefilled as it is, whatever the others share; of one that is not `kept` no KV is
+    left for others.
     """
 
     sim: SessionId
@@ -70,6 +71,7 @@ class Membership(_Wire, tag="membership", frozen=True, kw_only=True):
     deadline_ms: int | None = None
     position: int | None = None
     exact: bool = False
+    kept: bool = True
 
 
 class Origin(_Wire, frozen=True, kw_only=True):
@@ -424,10 +426,13 @@ class MemberPass(_Wire, frozen=True, kw_only=True):
 
 
 class Written(_Wire, frozen=True, kw_only=True):
-    """What a turn has put out of the canonical sequence: `piece` stands so in the turn's tokens,
-    whose KV is kept under `lease`."""
+    """What a turn has put out of the canonical sequence: `piece` stands so in the turn's tokens.
 
-    lease: LeaseId
+    `name` is the lease's that keeps their KV; once they have been read into an engine, what they
+    are called there.
+    """
+
+    name: str
     piece: Piece
 
 

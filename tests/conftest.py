@@ -51,6 +51,7 @@ def _deploys(file: str) -> bool:
     return "mark.cluster" in (ROOT / file).read_text("utf-8")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneDeploymentAtATime:
     return OneDeploymentAtATime(config, log)
 

@@ -39,7 +39,7 @@ def test_what_is_found_is_there_and_kept_and_does_not_overlap(
     turns = {f"lease-{number}": turn(text, number) for number, text in enumerate(texts)}
     end = 0
     for one in find_written(tokens, list(turns.values()), None):
-        piece, of = one.piece, turns[one.lease]
+        piece, of = one.piece, turns[one.name]
         assert piece.source >= end
         end = piece.source + piece.tokens
         first = piece.start - START
@@ -62,15 +62,13 @@ def test_an_output_is_found_as_far_as_it_is_the_same(
     first, last = wanted
     tokens = [7, 8, *said(1)[slice(*edges)], 9]
     piece = Piece(start=START + first, tokens=last - first, source=2 + first - edges[0])
-    assert find_written(tokens, [turn(said(1))], None) == [
-        Written(lease=LeaseId("lease-0"), piece=piece)
-    ]
+    assert find_written(tokens, [turn(said(1))], None) == [Written(name="lease-0", piece=piece)]
 
 
 def test_all_places_of_all_outputs_are_found() -> None:
     tokens = [*said(1), *said(2), *said(1)]
     found = find_written(tokens, [turn(said(1), 1), turn(said(2), 2)], None)
-    assert [(one.lease, one.piece.source) for one in found] == [
+    assert [(one.name, one.piece.source) for one in found] == [
         ("lease-1", 0),
         ("lease-2", 40),
         ("lease-1", 80),

@@ -270,9 +270,53 @@ async def test_what_was_said_is_read_from_whoever_has_decoded_it(base: Any) -> N
     (written,) = spec.written
     assert written.piece.tokens == len(PUT_OUT) - 1, "of the last token there is no KV"
     assert written.piece.start == len(first[0].prompt_token_ids)
-    assert list(turns) == [written.lease]
+    assert list(turns) == [written.name]
     assert rig.engines.forecasts == [], "there is nothing to be computed ahead"
     assert rig.coordinator.forget(VILLAGE)
+    await rig.end()
+    assert sorted(rig.engines.forgotten) == sorted(writes(VILLAGE, one) for one in NAMES)
+
+
+async def test_who_forbids_it_leaves_nothing_for_others_to_read() -> None:
+    rig = Rig(reuse=ReuseSettings(mode="blend", rule="none", base="author"))
+    rig.engines.outputs = len(PUT_OUT)
+    for number in range(2):
+        kept_out = [
+            msgspec.structs.replace(
+                one, membership=msgspec.structs.replace(one.membership, kept=False)
+            )
+            for one in quoting(number)
+        ]
+        await rig.play_all(*kept_out)
+    assert [(spec.written, work.turns) for work in rig.engines.rounds for spec in work.passes] == [
+        ([], {}),
+        ([], {}),
+    ]
+    assert rig.coordinator.forget(VILLAGE)
+    await rig.end()
+    assert rig.engines.forgotten == []
+
+
+async def test_a_turn_that_is_kept_otherwise_ends_what_was_kept_for_its_output_alone() -> None:
+    rig = Rig(reuse=ReuseSettings(mode="blend", rule="none", base="author"))
+    await rig.play_all(*trio(0))
+    in_chats = [
+        msgspec.structs.replace(one, conversation=ConversationKey(f"chat-{one.request_id}"))
+        for one in trio(1)
+    ]
+    await rig.play_all(*in_chats)
+    await rig.coordinator.drain()
+    assert sorted(rig.engines.forgotten) == sorted(writes(VILLAGE, one) for one in NAMES)
+    assert rig.coordinator.forget(VILLAGE)
+    await rig.end()
+    assert len(rig.engines.forgotten) == len(NAMES), "what is a conversation's outlives the session"
+
+
+async def test_a_session_that_has_to_go_leaves_nothing_kept() -> None:
+    rig = Rig(reuse=ReuseSettings(mode="blend", base="author"), sessions_kept=1)
+    await rig.play_all(*trio(0))
+    other = Membership(sim=SessionId("town"), agent=AgentId("eve"), round=0, n_agents=1)
+    await rig.play_all(msgspec.structs.replace(trio(1)[0], membership=other))
     await rig.end()
     assert sorted(rig.engines.forgotten) == sorted(writes(VILLAGE, one) for one in NAMES)
 

@@ -89,3 +89,10 @@ def test_nothing_is_foreseen_of_what_nobody_said() -> None:
     assert foreseen(last, [Said(before="<a>", now="new")]) is None
     assert foreseen(last, [Said(before="", now="new")]) is None
     assert foreseen(canonical("<a>"), [Said(before="<a>", now="")]) is None
+
+
+@given(texts, st.booleans())
+def test_of_nothing_said_nothing_is_foreseen(old: list[str], grows: bool) -> None:
+    assert foreseen(canonical(*old), [], grows=grows) is None
+    nobody = [Said(before="", now="something")]
+    assert foreseen(canonical(*old), nobody, grows=grows) is None

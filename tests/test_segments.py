@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from td_serve.segments import KEY_BYTES, SEPARATOR, key, locate, mark, split, tokenise
@@ -52,6 +52,7 @@ def trimmed(text: list[str]) -> list[str]:
 
 
 @given(st.lists(parts, max_size=3), st.booleans())
+@example(sent=[["< "], ["< <"]], trims=True)
 def test_every_segment_is_cut_out_of_the_rendered_prompt(
     sent: list[list[str]], trims: bool
 ) -> None:
@@ -90,3 +91,7 @@ def test_each_segment_is_encoded_by_itself() -> None:
 
     assert tokenise("abcdef", [2, 2, 5, 6], encode) == ([2, 3, 1], [1, 2])
     assert seen == ["ab", "cde", "f"]
+
+
+def test_a_text_is_not_looked_for_within_words_where_it_stands_as_it_is() -> None:
+    assert locate("look\nok\n", [["\nok\n"]]) == [4]

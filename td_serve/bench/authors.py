@@ -32,5 +32,5 @@ class Authors:
 
     def read_by(self, written: Written) -> list[int]:
         """The tokens of a turn up to the end of what is written."""
-        one = self._spoken[written.lease]
+        one = self._spoken[LeaseId(written.name)]
         return [*one.prompt, *one.put_out][: written.piece.start + written.piece.tokens]

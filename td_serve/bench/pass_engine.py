@@ -77,17 +77,18 @@ class PassEngine:
     def bring(self, reuse: Reuse, authors: Authors) -> None:
         """Have what was said there, as it was decoded, for a round's passes to take over.
 
-        It is computed as a prefill of the author's turn, which gives the same KV.
+        It is computed as a prefill of the author's turn, which gives the KV of a turn that was not
+        blended; the time for that does not count, nor would that for a read.
         """
         from vllm import SamplingParams
 
         from td_serve.engine.restoring import Output, output_parameters
 
-        written = {one.lease: one for spec in reuse.passes for one in spec.written}
+        written = {one.name: one for spec in reuse.passes for one in spec.written}
         new = [written[name] for name in self._call("td_bring", list(written))]
         for one in new:
             piece = one.piece
-            output = Output(one.lease, piece.start, piece.tokens, piece.start)
+            output = Output(one.name, piece.start, piece.tokens, piece.start)
             self._llm.generate(
                 # One token more: the engine would compute the last one anew.
                 {"prompt_token_ids": [*authors.read_by(one), 0], "cache_salt": "authors"},
@@ -99,7 +100,7 @@ class PassEngine:
                 ),
                 use_tqdm=False,
             )
-        if new and (missing := self._call("td_bring", [one.lease for one in new])):
+        if new and (missing := self._call("td_bring", [one.name for one in new])):
             raise TdServeError(f"what was said in {missing} is not kept")
 
     def prepare(self, reuse: Reuse) -> None:

@@ -215,8 +215,8 @@ def _add_reuse(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--presets",
         default="td,none",
         metavar="NAME,…",
-        help="td, none, first_k, first_pages, hkvd, weighed, first_k+hkvd, paper, full; the "
-        "summary is of the first (default: td,none)",
+        help="td, none, first_k, first_pages, hkvd, weighed, first_k+hkvd, author, paper, full; "
+        "the summary is of the first (default: td,none)",
     )
     bench.add_argument(
         "--layout",

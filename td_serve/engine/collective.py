@@ -35,18 +35,36 @@ class KV:
             [values[first:last].clone() for values in self.values],
         )
 
-    def picked(self, places: torch.Tensor) -> KV:
-        """The tokens at `places`, in that order."""
-        return KV([keys[places] for keys in self.keys], [values[places] for values in self.values])
-
     def followed_by(self, other: KV) -> KV:
         """These tokens, then the other's."""
-        if not self.keys:
-            return other
-        return KV(
-            [torch.cat(pair) for pair in zip(self.keys, other.keys, strict=True)],
-            [torch.cat(pair) for pair in zip(self.values, other.values, strict=True)],
-        )
+        return joined([self, other])
+
+
+def joined(parts: Sequence[KV]) -> KV:
+    """The parts' tokens, one part after the other."""
+    some = [part for part in parts if part.keys]
+    if len(some) < 2:
+        return some[0] if some else KV()
+    return KV(
+        [torch.cat(layer) for layer in zip(*(part.keys for part in some), strict=True)],
+        [torch.cat(layer) for layer in zip(*(part.values for part in some), strict=True)],
+    )
+
+
+def spread(parts: Sequence[KV], places: Sequence[torch.Tensor]) -> KV:
+    """The parts' tokens at their `places`, which together are all from 0 on."""
+    total = sum(map(len, places))
+
+    def put(layer: Sequence[torch.Tensor]) -> torch.Tensor:
+        made = layer[0].new_empty(total, layer[0].shape[1])
+        for part, at in zip(layer, places, strict=True):
+            made[at] = part
+        return made
+
+    return KV(
+        [put(layer) for layer in zip(*(part.keys for part in parts), strict=True)],
+        [put(layer) for layer in zip(*(part.values for part in parts), strict=True)],
+    )
 
 
 @dataclass

@@ -7,8 +7,9 @@ it does not come back: its owner makes a new one.
 
 What is pinned, and who frees it: a finished prefill keeps its blocks until the engine that decodes
 has read them, or `release` says that nobody will, or the lease (`nixl.lease_s`) ends. A decode
-engine keeps a conversation's blocks for its next turn under a lease of its own (`keeping`); a
-prefill engine reads them under a hold (`reading`), and computes what it cannot read.
+engine keeps a conversation's blocks for its next turn under a lease of its own (`keeping`), or for
+those who read what it has put out; a prefill engine reads them under a hold (`reading`, `outputs`),
+and computes what it cannot read.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from td_serve.types import (
     Handover,
     LeaseId,
     MemberHandover,
+    Read,
     ReaderId,
     ReplicaId,
     ReplicaState,
@@ -116,8 +118,8 @@ class EngineHost:
         )
         self._keeping = None if leases is None else Keeping(leases, place, self._wake)
         self._passes = RoundPasses(llm, _SLICE_S)
-        outputs = Outputs(self._prefill, self.reading, self._passes)
-        self._members = Members(self.prefill, self._prefill, self._passes, outputs)
+        self._outputs = Outputs(self._prefill, self.reading, self._passes)
+        self._members = Members(self.prefill, self._prefill, self._passes, self._outputs)
         self._foreseeing = Foreseeing(
             self._passes, llm.renderer.tokenizer if role == "prefill" else None
         )
@@ -245,6 +247,10 @@ class EngineHost:
         fail the others. Closing the generator aborts what is left, and releases nothing.
         """
         return self._members.play(work)
+
+    def take_reads(self) -> list[Read]:
+        """The reads for rounds as a whole that were made since this was asked last."""
+        return self._outputs.take_reads()
 
     def cancel_member(self, request_id: RequestId) -> None:
         """Abort a member of a round under way, if this engine has it."""
@@ -439,7 +445,7 @@ class EngineHost:
         """Stop the engine's process and give the port back. Call once."""
         self._llm.shutdown()
         # vLLM shuts down once more when collected, too late at interpreter exit.
-        del self._llm, self._passes, self._members, self._foreseeing
+        del self._llm, self._passes, self._members, self._outputs, self._foreseeing
         if self._keeping is not None:
             self._keeping.close()
         self._port.release()

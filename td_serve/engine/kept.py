@@ -1,4 +1,5 @@
-"""What passes leave in a prefill engine's worker: canonical sequences, histories, mirrors.
+"""What passes leave in a prefill engine's worker: canonical sequences, histories, mirrors; and
+what has been read for them.
 
 A mirror is a member's prompt as references into its canonical sequence and its history, and the
 rows of its own. It holds both for as long as it lives: from its pass until it is released, which is
@@ -53,8 +54,8 @@ class Mirror:
 
 
 class RoundStore:
-    """All that passes have left. Canonical sequences and histories go, the least recently used
-    first, when together they hold more than `budget_bytes` (the last one stays, whatever its
+    """All that passes have left. Runs of all kinds go, the least recently used first, when together
+    they hold more than `budget_bytes` (the last one stays, whatever its
     size). What a mirror holds stays with it: all mirrors' own rows may take as much again
     (`worker`)."""
 
@@ -91,6 +92,10 @@ class RoundStore:
         self._bytes += run.bytes
         while self._bytes > self.budget_bytes and len(self._runs) > 1:
             self.drop(*next(iter(self._runs)))
+
+    def names(self, kind: str) -> list[str]:
+        """Under which names anything of a kind is kept."""
+        return [name for one, name in self._runs if one == kind]
 
     def has(self, kind: str, name: str) -> bool:
         """Whether anything is kept under a name."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from td_serve.engine.outputs import Outputs
+from td_serve.engine.outputs import Load, Outputs
 from td_serve.engine.parts import private
 from td_serve.engine.passes import Made, RoundPasses
 from td_serve.engine.restoring import keep_parameters
@@ -27,8 +27,6 @@ from td_serve.types import (
 
 Prefill = Callable[[GenerateRequest, Handle | None, Mapping[str, Any]], Awaitable[Handover]]
 """An ordinary prefill, which may read what a handle names, with these KV transfer parameters."""
-Load = Callable[[GenerateRequest, Mapping[str, Any]], Awaitable[Handover]]
-"""A prefill whose KV comes from what these KV transfer parameters name."""
 _Making = asyncio.Future[dict[RequestId, Made]]
 
 
@@ -94,7 +92,7 @@ class Members:
         """Run a pass, with what can be read of what is written elsewhere."""
         if not spec.written or not await self._passes.will_make(spec):
             return await self._passes.make(spec, name)
-        async with self._outputs.of(spec, turns) as written:
+        async with self._outputs.of(spec, turns, name) as written:
             return await self._passes.make(msgspec.structs.replace(spec, written=written), name)
 
     async def _one(

@@ -18,13 +18,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from td_serve.engine.restoring import ready_parameters
 from td_serve.engine.sparing import Sparing
-from td_serve.errors import Unavailable
+from td_serve.errors import EngineFailure, RequestError, Unavailable
 from td_serve.segments import alike
 from td_serve.tasks import Tasks
 from td_serve.types import (
     Canonical,
     GenerateRequest,
-    LeaseId,
     MemberPass,
     PassResult,
     PassSpec,
@@ -139,17 +138,36 @@ class RoundPasses:
         """Whether `make` would run this pass, as far as is known. Raises Unavailable."""
         return await self.why_none() is None and not self._sparing.will_spare(spec.canonical.key)
 
-    async def have_written(self, leases: Sequence[LeaseId]) -> set[LeaseId]:
-        """Which of these turns' outputs the engine has, for a pass to take over."""
-        return set(await self._call("td_have_written", list(leases)))
+    async def known(self, canonical: Canonical) -> int:
+        """How many tokens of a canonical sequence the engine keeps from its beginning on.
 
-    def drop_written(self, leases: Sequence[LeaseId]) -> None:
-        """No pass will take these turns' outputs over."""
-        self._tasks.run(self._drop_written(leases))
+        Raises Unavailable or EngineFailure.
+        """
+        return int(await self._ask("td_known", canonical.key, canonical.token_ids))
 
-    async def _drop_written(self, leases: Sequence[LeaseId]) -> None:
-        with contextlib.suppress(Unavailable):  # what a dead engine kept is gone
-            await self._call("td_drop_written", list(leases))
+    async def written(self) -> set[str]:
+        """The outputs of turns that the engine has, for passes to take over.
+
+        Raises Unavailable or EngineFailure.
+        """
+        return set(await self._ask("td_written"))
+
+    def drop_written(self, names: Sequence[str]) -> None:
+        """No pass will take these outputs over."""
+        self._tasks.run(self._drop_written(names))
+
+    async def _drop_written(self, names: Sequence[str]) -> None:
+        with contextlib.suppress(RequestError):  # what a dead engine kept is gone
+            await self._ask("td_drop_written", list(names))
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """`_call`, with a worker's error as EngineFailure."""
+        try:
+            return await self._call(method, *arguments)
+        except Unavailable:
+            raise
+        except Exception as error:
+            raise EngineFailure(f"{method}: {error!r}") from error
 
     async def prepare(self, canonical: Canonical) -> None:
         """Compute a canonical sequence for a pass that is to come, unless one is under way.

@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from td_serve.engine.choosing import Chooser
-from td_serve.engine.collective import KV, Group, run_pass
+from td_serve.engine.collective import KV, Group, joined, run_pass, spread
 from td_serve.engine.kept import (
     AHEAD,
     CANONICAL,
@@ -40,6 +40,7 @@ from td_serve.types import (
     PassSpec,
     PassTokens,
     Piece,
+    SegmentKey,
     Written,
     pack,
     unpack,
@@ -89,13 +90,16 @@ class PassWorker:
         spent, store.spent = store.spent, {}
         return spent
 
-    def td_have_written(self, names: list[str]) -> list[str]:
-        """Which of these turns' outputs have come, for a pass to take over."""
-        store = self._td_ready().store
-        return [name for name in names if store.has(WRITTEN, name)]
+    def td_written(self) -> list[str]:
+        """The outputs of turns that have come, for passes to take over."""
+        return self._td_ready().store.names(WRITTEN)
+
+    def td_known(self, key: SegmentKey, token_ids: list[int]) -> int:
+        """How many tokens of a canonical sequence are kept from its beginning on."""
+        return self._td_ready().store.find(CANONICAL, key, token_ids)[1]
 
     def td_drop_written(self, names: list[str]) -> None:
-        """No pass will take these turns' outputs over."""
+        """No pass will take these outputs over."""
         for name in names:
             self._td_ready().store.drop(WRITTEN, name)
 
@@ -205,7 +209,7 @@ class Passes:
                 spec.canonical, spec.written, is_guess=not unsettled
             )
         for one in spec.written:
-            self.store.drop(WRITTEN, one.lease)  # it is in the canonical sequence now
+            self.store.drop(WRITTEN, one.name)  # it is in the canonical sequence now
         if not unsettled:
             return PassResult(members={}, canonical=computed)
         with self.store.spending("choice"):
@@ -289,21 +293,26 @@ class Passes:
         """The KV of `token_ids`, of whose beginning it is known, keys before rotation; and how many
         rows were computed for it."""
         pieces = [Piece(start=0, tokens=kv.tokens, source=0)] if kv.tokens else []
-        end = kv.tokens
+        parts = [kv]
+        end = known = kv.tokens
         for place, found in self._come(token_ids, written):
             first = max(place, end)  # what was known already stays as it is
             if (count := min(place + found.tokens, len(token_ids)) - first) > 0:
-                pieces.append(Piece(start=first, tokens=count, source=kv.tokens))
-                kv = kv.followed_by(found.part(first - place, first - place + count))
+                pieces.append(Piece(start=first, tokens=count, source=known))
+                parts.append(found.part(first - place, first - place + count))
+                known += count
                 end = first + count
+        kv = joined(parts)
         extent = Extent(tokens=len(token_ids), history=0, pieces=pieces)
-        rows = layout([extent], [[False] * kv.tokens], self.attention.block_size)
+        rows = layout([extent], [[False] * known], self.attention.block_size)
         ids = row_ids(rows, [token_ids])
         group = Group(rows, ids, kv, [None], unrotated=True)
         computed = yield from run_pass(self.model, self.attention, group)
         (share,) = rows.shares
-        order = torch.tensor([*share.cached, *rows.positions]).argsort()
-        return kv.followed_by(computed.kv).picked(order), len(ids)
+        if not rows.positions or not share.cached:
+            return (kv if share.cached else computed.kv), len(ids)
+        places = torch.tensor(share.cached), torch.tensor(rows.positions)
+        return spread([kv, computed.kv], places), len(ids)
 
     def _come(
         self, token_ids: Sequence[int], written: Sequence[Written]
@@ -312,7 +321,7 @@ class Passes:
         for one in written:
             place = one.piece.source
             wanted = token_ids[place : place + one.piece.tokens]
-            run, common = self.store.find(WRITTEN, one.lease, wanted)
+            run, common = self.store.find(WRITTEN, one.name, wanted)
             if common:
                 yield place, run.kv.part(0, common)
 

@@ -15,7 +15,13 @@ import pydantic
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from td_serve.config import DeploymentConfig, decode, nearest
+from td_serve.config import (
+    CoordinatorSettings,
+    DeploymentConfig,
+    ReuseSettings,
+    decode,
+    nearest,
+)
 from td_serve.errors import ConfigError
 from td_serve.serve.app import DEPLOYMENTS, USER_CONFIG
 
@@ -72,8 +78,20 @@ def _check_ours(app: Mapping[str, Any], path: str) -> DeploymentConfig:
         if "user_config" in deployment:
             if name not in USER_CONFIG:
                 raise ConfigError(f"{place}.user_config: {name} has no live tunables")
-            decode(deployment["user_config"], USER_CONFIG[name], path=f"{place}.user_config")
+            tunables = decode(
+                deployment["user_config"], USER_CONFIG[name], path=f"{place}.user_config"
+            )
+            if isinstance(tunables, CoordinatorSettings):
+                _check_base(tunables.reuse, config, f"{place}.user_config.reuse.base")
     return config
+
+
+def _check_base(reuse: ReuseSettings, config: DeploymentConfig, place: str) -> None:
+    if reuse.reads_authors and not config.conversations.bidirectional_kv_xfer:
+        raise ConfigError(
+            f"{place}: 'author' reads what decode replicas keep, which conversations."
+            "bidirectional_kv_xfer: false forbids; expected 'canonical'"
+        )
 
 
 def _check_keys(value: object, kind: Any, path: str) -> None:

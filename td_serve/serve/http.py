@@ -125,7 +125,11 @@ def make_http_app(
         With its `headers` a request may name a conversation.
         """
         try:
-            conversation = None if headers is None else _conversation(tenant, headers, body)
+            is_kept = _is_kept(body)
+            named = None if headers is None else conversation_of(headers, body)
+            conversation = key(tenant, named) if is_kept and named is not None else None
+            if membership is not None:
+                membership = msgspec.structs.replace(membership, kept=is_kept)
             origin = Origin(tenant=tenant, membership=membership, conversation=conversation)
             reply = await answer(body, origin)
         except RequestError as error:
@@ -227,18 +231,15 @@ def _tenant(request: Request) -> TenantId:
     return tenant
 
 
-def _conversation(
-    tenant: TenantId, headers: Mapping[str, str], body: dict[str, Any]
-) -> ConversationKey | None:
-    """The conversation whose KV is kept, if the client names one and does not forbid it.
+def _is_kept(body: dict[str, Any]) -> bool:
+    """Whether what is computed for a request may be kept for others, and what is kept be read.
 
     Mutates: takes the switch out of `body`. Raises BadRequest.
     """
     switch = body.pop(SWITCH, None)
     if switch is not None and not isinstance(switch, bool):
         raise BadRequest(f"{SWITCH}: {switch!r}, expected true or false", field=SWITCH)
-    named = conversation_of(headers, body)
-    return None if named is None or switch is False else key(tenant, named)
+    return switch is not False
 
 
 def _is_refusal(reply: Reply) -> bool:

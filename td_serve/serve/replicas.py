@@ -71,6 +71,8 @@ class Host(Protocol):
 
     async def lease_counts(self) -> LeaseCounts: ...
 
+    def take_reads(self) -> list[Read]: ...
+
     def state(self) -> ReplicaState: ...
 
     async def check_health(self) -> None: ...
@@ -131,6 +133,8 @@ class EngineReplica:
         async with self._watching(), contextlib.aclosing(parts):
             async for part in parts:
                 self._count_part(part, planned)
+                for read in self._host.take_reads():
+                    self._count(read)
                 yield pack(part)
 
     async def prepare(self, packed: bytes, asked: ReplicaId) -> None:

@@ -66,6 +66,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self._all.append(self)
+        self._is_stopped = False
         self.gcs, self.dashboard, self.client, self.agent, self.http = free_ports(5)
         # Unix socket paths are short: a temporary directory under pytest's would be too long.
         self.temp = Path(tempfile.mkdtemp(prefix="tds-", dir="/tmp"))
@@ -270,8 +271,9 @@ class Cluster:
         """End every process of this cluster, as a power cut would, and remove its files.
 
         Of one that has been stopped, nothing is left to stop."""
-        if self._head.returncode is not None:
+        if self._is_stopped:
             return
+        self._is_stopped = True
         processes = self.processes()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):

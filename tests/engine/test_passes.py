@@ -27,7 +27,6 @@ from td_serve.models.random_model import write_random
 from td_serve.segments import key
 from td_serve.types import (
     Canonical,
-    LeaseId,
     MemberPass,
     PassResult,
     PassSpec,
@@ -317,7 +316,7 @@ def test_what_turns_have_put_out_is_taken_as_it_was_decoded(engine: Engine) -> N
         output = Output(name, len(prompt), len(put_out), len(prompt))
         engine.generate([[*prompt, *put_out, 9]], [output_parameters(output)])
         piece = Piece(start=len(prompt), tokens=len(put_out), source=span.start)
-        return Written(lease=LeaseId(name), piece=piece)
+        return Written(name=name, piece=piece)
 
     histories = [tokens(40, 50), tokens(131, 51)]
 
@@ -341,15 +340,15 @@ def test_what_turns_have_put_out_is_taken_as_it_was_decoded(engine: Engine) -> N
     as_computed = play()
     assert as_computed[0] == total
     assert play(written("alike", header)) == (total - span.tokens, as_computed[1])
-    assert engine.call("td_have_written", ["alike"]) == [], "it has been taken over"
+    assert engine.call("td_written") == [], "it has been taken over"
     computed, answers = play(written("other", tokens(77, 3)))
     assert computed == total - span.tokens
     assert answers != as_computed[1]
-    missing = Written(lease=LeaseId("missing"), piece=written("dropped", header).piece)
+    missing = Written(name="missing", piece=written("dropped", header).piece)
     assert play(missing) == as_computed, "what has not come is computed"
-    assert engine.call("td_have_written", ["dropped", "missing"]) == ["dropped"]
+    assert engine.call("td_written") == ["dropped"]
     engine.call("td_drop_written", ["dropped"])
-    assert engine.call("td_have_written", ["dropped"]) == []
+    assert engine.call("td_written") == []
 
 
 def test_of_a_request_that_is_aborted_or_keeps_nothing_there_is_no_history(engine: Engine) -> None:

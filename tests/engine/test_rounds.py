@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,13 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from td_serve.authors import Turn, find_written
-from td_serve.config import DispatchSettings
-from td_serve.dispatch import Dispatcher
-from td_serve.engine.codec import greedy_sampling
 from td_serve.engine.local import LocalEngines
 from td_serve.errors import Unavailable
-from td_serve.metrics import silent_metrics
 from td_serve.models.random_model import write_random
 from td_serve.segments import key
 from td_serve.types import (
     Canonical,
     Forecast,
-    GenerateRequest,
-    Handle,
-    Handover,
-    MemberPass,
     PassSpec,
     Piece,
     RequestId,
@@ -42,7 +31,6 @@ from td_serve.types import (
     Span,
 )
 from tests.engine.rig import (
-    BLOCK,
     CONVERSATIONS,
     ENGINE,
     NIXL,
@@ -52,13 +40,20 @@ from tests.engine.rig import (
     new_conversation,
     some_tokens,
 )
+from tests.engine.round_rig import (
+    FULL,
+    HEADER,
+    NONE,
+    SEGMENTS,
+    Shared,
+    answer,
+    first_slice_of,
+    is_blended,
+    play,
+    round_of,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
-
-HEADER = 20
-SEGMENTS = (64, 33, 90)
-FULL = Rule(name=RuleName.FULL)
-NONE = Rule(name=RuleName.NONE)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -79,92 +74,6 @@ async def nothing_stays(engines: LocalEngines) -> AsyncIterator[None]:
             await asyncio.sleep(0.05)
         while await engines.hosts[0].mirrors():  # noqa: ASYNC110 - another process's
             await asyncio.sleep(0.05)
-
-
-class Shared:
-    """What all members of a round read, in one order, after a header."""
-
-    def __init__(self, seed: int) -> None:
-        ids = some_tokens(HEADER, 1)
-        spans = []
-        for number, count in enumerate(SEGMENTS):
-            spans.append(Span(start=len(ids), tokens=count))
-            ids += some_tokens(count, 10 * seed + number)
-        self.canonical = Canonical(key=key((), ids), token_ids=ids, segments=spans)
-
-    def member(self, history: int, seed: int) -> tuple[GenerateRequest, MemberPass]:
-        prompt = some_tokens(history, seed)
-        pieces = []
-        for span in self.canonical.segments:
-            pieces.append(Piece(start=len(prompt), tokens=span.tokens, source=span.start))
-            prompt += self.canonical.token_ids[span.start : span.start + span.tokens]
-        request = make_request(prompt + some_tokens(12, seed + 1), None)
-        part = MemberPass(
-            request_id=request.request_id,
-            history=f"history-{seed}",
-            token_ids=prompt,
-            pieces=pieces,
-        )
-        return request, part
-
-
-def round_of(
-    shared: Shared, members: list[tuple[GenerateRequest, MemberPass]], rule: Rule
-) -> RoundPrefill:
-    spec = PassSpec(canonical=shared.canonical, rule=rule, members=[part for _, part in members])
-    return RoundPrefill(
-        plan=RoundPlan(sim=SessionId("sim"), round=0, members=[]),
-        requests=[request for request, _ in members],
-        passes=[spec],
-    )
-
-
-async def play(
-    engines: LocalEngines, work: RoundPrefill
-) -> tuple[list[list[int]], dict[str, Handover]]:
-    """Each member's tokens, in order, and how it was prefilled."""
-    handovers: dict[str, Handover] = {}
-    async for part in engines.prefill_round(work):
-        assert part.handover is not None, part.error
-        handovers[part.request_id] = part.handover
-    answers = [await answer(engines, one, handovers[one.request_id]) for one in work.requests]
-    return answers, handovers
-
-
-@contextlib.asynccontextmanager
-async def first_slice_of(engines: LocalEngines) -> AsyncIterator[asyncio.Event]:
-    """Set once the engine has been asked for a slice of a pass."""
-    llm = engines.hosts[0]._llm
-    ask, asked = llm.collective_rpc, asyncio.Event()
-
-    async def watched(method: str, *args: Any, **kwargs: Any) -> Any:
-        answer = asyncio.ensure_future(ask(method, *args, **kwargs))
-        if method == "td_step":
-            await asyncio.sleep(0)  # it has been sent
-            asked.set()
-        return await answer
-
-    llm.collective_rpc = watched
-    try:
-        yield asked
-    finally:
-        llm.collective_rpc = ask
-
-
-def is_blended(handover: Handover) -> bool:
-    return handover.cache_salt is not None
-
-
-async def answer(
-    engines: LocalEngines, request: GenerateRequest, handover: Handover | None = None
-) -> list[int]:
-    dispatcher = Dispatcher(engines, DispatchSettings(), silent_metrics())
-    return [
-        token
-        async for delta in dispatcher.generate(request, handover)
-        for choice in delta.choices
-        for token in choice.token_ids
-    ]
 
 
 async def test_a_pass_that_computes_everything_gives_the_engines_own_answers(
@@ -413,138 +322,6 @@ async def test_what_was_prepared_is_not_computed_again_and_gives_the_same(
     answers, handovers = await play(engines, round_of(shared, members, FULL))
     assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
     assert all(map(is_blended, handovers.values()))
-
-
-class Author:
-    """An agent whose turn has been decoded, and is kept for those who read what it has put out."""
-
-    def __init__(self, put_out: list[int], handle: Handle, start: int) -> None:
-        self.put_out = put_out
-        self.handle = handle
-        self._start = start
-
-    @classmethod
-    async def speak(cls, engines: LocalEngines, prompt: list[int]) -> Author:
-        request = msgspec.structs.replace(
-            make_request(prompt, None, max_tokens=70), writes=new_conversation()
-        )
-        put_out: list[int] = []
-        handle = None
-        dispatcher = Dispatcher(engines, DispatchSettings(), silent_metrics())
-        async for delta in dispatcher.generate(request):
-            put_out += (token for choice in delta.choices for token in choice.token_ids)
-            handle = delta.handle or handle
-        assert handle is not None, "its KV is kept"
-        return cls(put_out, handle, len(prompt))
-
-    def turn(self) -> Turn:
-        lease, kept = self.handle.lease, self.handle.tokens
-        return Turn(lease, None, self._start, self.put_out, kept)
-
-
-def round_after(
-    author: Author, header: list[int], seed: int, number: int
-) -> tuple[RoundPrefill, int]:
-    """Two members share what was said, and as much again; how many tokens are not written."""
-    own = some_tokens(40, seed)
-    ids = [*header, *author.put_out, *own]
-    spans = [
-        Span(start=len(header), tokens=len(author.put_out)),
-        Span(start=len(header) + len(author.put_out), tokens=len(own)),
-    ]
-    name = key((str(number),), ids)  # nothing is kept of it
-    shared = Shared(seed=1)
-    shared.canonical = Canonical(key=name, token_ids=ids, segments=spans)
-    members = [shared.member(history, 100 * history + seed) for history in (33, 64)]
-    work = round_of(shared, members, NONE)
-    (spec,) = work.passes
-    written = find_written(ids, [author.turn()], None)
-    work = msgspec.structs.replace(
-        work,
-        passes=[msgspec.structs.replace(spec, written=written)],
-        turns={author.handle.lease: author.handle},
-    )
-    return work, len(ids) - sum(one.piece.tokens for one in written)
-
-
-async def play_counting(
-    engines: LocalEngines, work: RoundPrefill, caplog: pytest.LogCaptureFixture
-) -> tuple[list[list[int]], int]:
-    """The answers, and how many tokens of the canonical sequence were computed."""
-    caplog.clear()
-    with caplog.at_level("INFO"):
-        answers, handovers = await play(engines, work)
-    assert all(map(is_blended, handovers.values()))
-    (computed,) = re.findall(r"in one order for all, (\d+) were computed", caplog.text)
-    return answers, int(computed)
-
-
-async def test_what_was_said_is_read_as_it_was_decoded(
-    engines: LocalEngines, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Decoded behind the header itself it is what would be computed there: answers are the same.
-    Behind another prompt it is not. Of a turn that is not kept any more all is computed."""
-    header = some_tokens(HEADER + 30, 60)
-    author = await Author.speak(engines, header)
-    kept = (await engines.decode_hosts[0].lease_counts()).blocks
-    assert kept == -(-author.handle.tokens // BLOCK) - len(header) // BLOCK, "what it said, no more"
-    work, rest = round_after(author, header, 61, 1)
-    total = len(work.passes[0].canonical.token_ids)
-    assert rest == total - len(author.put_out) + 1, "all but its last token has KV"
-    read, computed = await play_counting(engines, work, caplog)
-    assert computed == rest
-    assert "1 of 1 outputs were read as they were decoded" in caplog.text
-    untouched = msgspec.structs.replace(round_after(author, header, 61, 2)[0], turns={})
-    assert await play_counting(engines, untouched, caplog) == (read, total)
-    other, _ = round_after(author, some_tokens(HEADER + 30, 62), 61, 3)
-    unread = msgspec.structs.replace(other, turns={})
-    elsewhere = (await play_counting(engines, unread, caplog))[0]
-    assert (await play_counting(engines, again(other), caplog))[0] != elsewhere
-    assert await engines.forget(author.handle.conversation)
-    gone, _ = round_after(author, header, 61, 4)
-    assert await play_counting(engines, gone, caplog) == (read, total)
-    assert "0 of 1 outputs were read" in caplog.text
-
-
-def again(work: RoundPrefill) -> RoundPrefill:
-    """The same round, of which nothing is kept."""
-    (spec,) = work.passes
-    canonical = msgspec.structs.replace(spec.canonical, key=key((), some_tokens(9, 63)))
-    return msgspec.structs.replace(
-        work, passes=[msgspec.structs.replace(spec, canonical=canonical)]
-    )
-
-
-async def test_a_blended_turn_is_kept_for_those_who_read_what_it_said_and_for_no_one_else(
-    engines: LocalEngines, oracle: Oracle, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its own conversation's next turn is computed: what is kept of it is not exact."""
-    shared = Shared(seed=64)
-    members = [shared.member(history, 100 * history + 64) for history in (33, 64)]
-    conversation, author = new_conversation(), new_conversation()
-    work = round_of(shared, members, NONE)
-    request = msgspec.structs.replace(
-        work.requests[0], conversation=conversation, writes=author, sampling=greedy_sampling(40)
-    )
-    work = msgspec.structs.replace(work, requests=[request, *work.requests[1:]])
-    handovers = {part.request_id: part.handover async for part in engines.prefill_round(work)}
-    await answer(engines, work.requests[1], handovers[work.requests[1].request_id])
-    said: list[int] = []
-    handle = None
-    dispatcher = Dispatcher(engines, DispatchSettings(), silent_metrics())
-    async for delta in dispatcher.generate(request, handovers[request.request_id]):
-        said += (token for choice in delta.choices for token in choice.token_ids)
-        handle = delta.handle or handle
-    assert handle is not None
-    assert handle.conversation == author
-    assert engines.directory.find(conversation) is None
-    following = make_request([*request.prompt_token_ids, *said, 7], conversation)
-    assert await answer(engines, following) == oracle.answer(following.prompt_token_ids)
-    as_author = Author(said, handle, len(request.prompt_token_ids))
-    read, rest = round_after(as_author, some_tokens(HEADER, 65), 66, 5)
-    assert (await play_counting(engines, read, caplog))[1] == rest
-    await engines.forget(author)
-    await engines.forget(conversation)
 
 
 def sequence_of(count: int, seed: int) -> Canonical:

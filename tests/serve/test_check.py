@@ -452,3 +452,15 @@ def test_what_is_no_cluster_file_is_told(tmp_path: Path, content: bytes, parts: 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml: No such file or directory"):
         check_file(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("base", ["author", "canonical"])
+def test_authors_cannot_be_read_where_nothing_is_kept(files: Files, base: str) -> None:
+    data = copy.deepcopy(FULL)
+    app = data["applications"][0]
+    app["args"]["conversations"] = {"bidirectional_kv_xfer": False}
+    app["deployments"][0]["user_config"]["reuse"] = {"mode": "blend", "base": base}
+    if base == "canonical":
+        check_file(files.write(data))
+    else:
+        assert "user_config.reuse.base: 'author' reads what" in files.refusal(data)

@@ -726,6 +726,18 @@ async def test_a_client_that_stays_gets_its_answer(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize(
+    ("switch", "kept"), [({}, True), ({"bidirectional_kv_xfer": False}, False)]
+)
+async def test_of_a_member_that_forbids_it_nothing_is_kept(
+    rig: Rig, switch: dict[str, Any], kept: bool
+) -> None:
+    await rig.client.post(CHAT, json={"messages": MESSAGES, "td_round": PLACE, **switch})
+    await rig.client.post(f"{IMPLIED}{CHAT}", json={"messages": MESSAGES, **switch})
+    memberships = [membership for _, _, membership in rig.frontend.asked]
+    assert [one and one.kept for one in memberships] == [kept, kept]
+
+
+@pytest.mark.parametrize(
     ("headers", "fields", "named"),
     [
         ({}, {}, None),

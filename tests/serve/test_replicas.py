@@ -65,6 +65,8 @@ class FakeHost:
         self.leases: dict[LeaseId, Handle] = {}
         """What is kept; a decode whose lease is `next_lease` adds it."""
         self.next_lease: Handle | None = None
+        self.reads: list[Read] = []
+        """Those for rounds as a whole."""
         self.ends: dict[End, int] = {}
 
     async def prefill(self, request: GenerateRequest, handle: Handle | None = None) -> Handover:
@@ -104,6 +106,10 @@ class FakeHost:
 
     async def end_lease(self, lease: LeaseId) -> None:
         self.leases.pop(lease, None)
+
+    def take_reads(self) -> list[Read]:
+        reads, self.reads = self.reads, []
+        return reads
 
     async def lease_counts(self) -> LeaseCounts:
         live = dict.fromkeys(self.leases, 100.0)
@@ -345,6 +351,7 @@ async def test_what_became_of_a_passes_members_is_counted_and_so_are_members_rea
         requests[2].request_id: {"read": read},
     }
     work = RoundPrefill(plan=plan, requests=requests, passes=[spec])
+    rig.host.reads = [Read(tokens=40, bytes=600, seconds=0.1)]
     for packed in [part async for part in rig.replica.prefill_round(pack(work))]:
         handover = unpack(packed, MemberHandover).handover
         assert handover is not None
@@ -364,7 +371,7 @@ async def test_what_became_of_a_passes_members_is_counted_and_so_are_members_rea
     }
     assert rig.recorder.values["td_pass_deviation_left"] == [0.25]
     assert counted["td_round_members_not_blended_total"] == 1
-    assert (counted["td_kv_reads_total"], counted["td_kv_read_tokens_total"]) == (1, 64)
+    assert (counted["td_kv_reads_total"], counted["td_kv_read_tokens_total"]) == (2, 104)
 
 
 async def test_a_rounds_members_come_packed_one_by_one(rig: Rig) -> None:
