@@ -36,10 +36,8 @@ MODEL = "smollm2-135m-instruct"
 
 
 class OneDeploymentAtATime(LoadFileScheduling):
-    """What `make test` runs side by side: files, but all that deploy one after the other.
-
-    Deployments start slowly when several do at once, and many files have one in common.
-    """
+    """What `make test` runs side by side: files, but one after the other those that use the
+    deployment that the session has, or have to be alone; they take longest, and come first."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -48,7 +46,8 @@ class OneDeploymentAtATime(LoadFileScheduling):
 
 @functools.cache
 def _deploys(file: str) -> bool:
-    return "mark.cluster" in (ROOT / file).read_text("utf-8")
+    text = (ROOT / file).read_text("utf-8")
+    return "pytestmark = pytest.mark.cluster" in text
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -80,8 +80,6 @@ class PassEngine:
         It is computed as a prefill of the author's turn, which gives the KV of a turn that was not
         blended; the time for that does not count, nor would that for a read.
         """
-        from vllm import SamplingParams
-
         from td_serve.engine.restoring import Output, output_parameters
 
         written = {one.name: one for spec in reuse.passes for one in spec.written}
@@ -89,19 +87,27 @@ class PassEngine:
         for one in new:
             piece = one.piece
             output = Output(one.name, piece.start, piece.tokens, piece.start)
-            self._llm.generate(
-                # One token more: the engine would compute the last one anew.
-                {"prompt_token_ids": [*authors.read_by(one), 0], "cache_salt": "authors"},
-                SamplingParams(
-                    temperature=0,
-                    max_tokens=1,
-                    detokenize=False,
-                    extra_args={"kv_transfer_params": output_parameters(output)},
-                ),
-                use_tqdm=False,
-            )
-        if new and (missing := self._call("td_bring", [one.name for one in new])):
-            raise TdServeError(f"what was said in {missing} is not kept")
+            # One token more: the engine would compute the last one anew.
+            self._step([*authors.read_by(one), 0], output_parameters(output))
+        if new:
+            self._step([0], {})  # each is taken out of the pages in the step that follows
+            if missing := self._call("td_bring", [one.name for one in new]):
+                raise TdServeError(f"what was said in {missing} is not kept")
+
+    def _step(self, prompt: list[int], parameters: dict[str, Any]) -> None:
+        """Have a prompt prefilled."""
+        from vllm import SamplingParams
+
+        self._llm.generate(
+            {"prompt_token_ids": prompt, "cache_salt": "authors"},
+            SamplingParams(
+                temperature=0,
+                max_tokens=1,
+                detokenize=False,
+                extra_args={"kv_transfer_params": parameters},
+            ),
+            use_tqdm=False,
+        )
 
     def prepare(self, reuse: Reuse) -> None:
         """Compute what the members of a round share, before it comes."""

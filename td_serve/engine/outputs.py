@@ -139,11 +139,12 @@ class Outputs:
         try:
             async with (
                 self._turn,
-                self._reading.held(handle, part, request.request_id, 1) as source,
+                self._reading.held(handle, request.request_id) as until,
             ):
-                if not source:
+                if until is None:
                     log.info("%s: lease %s is not kept, or not to be read now", name, handle.lease)
                     return None
+                source = self._reading.source(part, until, 1)
                 parameters = {**source, READ_ONLY: True, **output_parameters(output)}
                 read = (await self._load(request, parameters)).read
                 is_good = read is not None and not read.failed and read.tokens == part.tokens

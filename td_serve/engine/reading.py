@@ -56,21 +56,23 @@ class Reading:
         if handle is None or tokens == 0:
             yield {}
             return
-        part = shorten(handle, tokens)
-        async with self.held(handle, part, request.request_id, self.least_tokens or 1) as source:
-            yield source
+        async with self.held(handle, request.request_id) as until:
+            # What is held is as it was granted: it has the tokens that it says.
+            yield (
+                {}
+                if until is None
+                else self.source(shorten(handle, tokens), until, self.least_tokens or 1)
+            )
 
     @contextlib.asynccontextmanager
-    async def held(
-        self, handle: Handle, part: Handle, request_id: RequestId, least: int
-    ) -> AsyncIterator[dict[str, Any]]:
-        """The KV transfer parameters with which a request reads `part` of a handle's blocks, where
-        `least` tokens are not there already.
+    async def held(self, handle: Handle, request_id: RequestId) -> AsyncIterator[float | None]:
+        """Until when (CLOCK_MONOTONIC, seconds) a handle's blocks are kept for a request.
 
-        Empty where they are not kept (any more). Held and let go as in `of`.
+        None where they are not kept (any more), or not like this engine's. Held and let go as in
+        `of`.
         """
         if self.keeper is None or not self.fits(handle):
-            yield {}
+            yield None
             return
         reader = ReaderId(f"{request_id}-{uuid.uuid4().hex[:8]}")
         # Begun before asking: the hold lasts at least as long on the engine that grants it.
@@ -79,7 +81,7 @@ class Reading:
         asking = asyncio.ensure_future(self.keeper.hold(handle, reader, patience_s))
         try:
             held = await self._is_held(handle, began, asking)
-            yield self._source(part, began + patience_s, least) if held else {}
+            yield began + patience_s if held else None
         finally:
             self._tasks.run(self._let_go(self.keeper, handle, reader, asking))
 
@@ -123,7 +125,9 @@ class Reading:
         return held
 
     @staticmethod
-    def _source(handle: Handle, until: float, least: int) -> dict[str, Any]:
+    def source(handle: Handle, until: float, least: int) -> dict[str, Any]:
+        """The KV transfer parameters with which a request reads a handle's blocks, all of them,
+        before `until`; where fewer than `least` tokens are missing, it computes them."""
         return {
             "remote_engine_id": handle.replica,
             # The reading engine names it when it has read. As a heartbeat's it is ignored: leases

@@ -222,12 +222,12 @@ async def test_what_is_read_too_late_is_computed_and_nobody_uses_what_came_inste
     """Its blocks are not sure to be kept any more when the engine comes to it."""
     work, author, answers, total = await nothing_read(engines, 70, caplog)
     reading = engines.hosts[0].reading
-    source = reading._source
+    source = reading.source
 
     def late(handle: Handle, until: float, least: int) -> dict[str, Any]:
         return source(handle, 0.0, least)
 
-    monkeypatch.setattr(reading, "_source", late)
+    monkeypatch.setattr(reading, "source", late)
     assert await play_counting(engines, work, caplog) == (answers, total)
     assert "0 of 1 outputs were read" in caplog.text
     assert await engines.forget(author.handle.conversation)
