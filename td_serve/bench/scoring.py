@@ -10,8 +10,9 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from td_serve.engine.collective import KV, run_pass
-from td_serve.engine.kept import NOTHING, WRITTEN, Run
+from td_serve.engine.collective import run_pass
+from td_serve.engine.kept import NOTHING, WRITTEN, History
+from td_serve.engine.kv import KV
 from td_serve.engine.parts import Part, batches, group_of
 from td_serve.engine.worker import Passes, PassWorker
 from td_serve.pic.base import Shared, mask
@@ -45,7 +46,7 @@ class Score(msgspec.Struct):
 class ScoringWorker(PassWorker):
     """A worker that also scores rules, and has what was said once for many passes."""
 
-    td_said: dict[str, Run] | None = None
+    td_said: dict[str, History] | None = None
 
     def td_bring(self, names: list[str]) -> list[str]:
         """Have these turns' outputs taken over by the next pass. Gives those that never came."""

@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
-from td_serve.engine.collective import KV, Computed, run_pass
+from td_serve.engine.collective import Computed, run_pass
+from td_serve.engine.kv import KV
 from td_serve.engine.model import LayeredModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.engine.parts import Part, batches, group_of
 from td_serve.pic.base import Recovery, Shared, left
 from td_serve.pic.rules import recovery
 from td_serve.rows import Share
-from td_serve.types import MemberPass, Piece, Rule
+from td_serve.types import Piece, Rule
 
 _ASKED = 128
 """At most so many of the last tokens of a prompt say what is attended to."""
@@ -56,7 +57,7 @@ class Chooser:
             ]
         some = _covering(parts)
         found = yield from self._see(rule, some, canonical, layer, shared.tokens)
-        has = torch.stack([_has(part.member, shared.tokens) for part in some])
+        has = torch.stack([_has(part, shared.tokens) for part in some])
         mean = torch.stack(found).sum(0) / has.sum(0).clamp(min=1)
         return _choosing(named, parts, Shared(shared.tokens, shared.segments, *mean.tolist()))
 
@@ -71,7 +72,7 @@ class Chooser:
             group = group_of(batch, canonical, self._attention.block_size, until=layer)
             computed = yield from run_pass(self._model, self._attention, group)
             for part, share in zip(batch, group.rows.shares, strict=True):
-                seen = _Seen.of(computed, share, part, layer)
+                seen = _Seen.of(self._model, computed, share, part, layer)
                 found.append(self._score(rule, seen, canonical, tokens))
                 yield
         return found
@@ -123,21 +124,22 @@ class _Seen:
     asked: int
 
     @classmethod
-    def of(cls, computed: Computed, share: Share, part: Part, layer: int) -> _Seen:
+    def of(
+        cls, model: LayeredModel, computed: Computed, share: Share, part: Part, layer: int
+    ) -> _Seen:
         """All but the history is computed, so that rows follow one another."""
         assert computed.queries is not None, "a pass until a layer has them"
         (keys,) = computed.kv.keys
-        none = keys[:0]
-        history = (
-            part.history.kv.keys[layer][: part.history_tokens] if part.history_tokens else none
-        )
+        history = keys.new_empty(part.history_tokens, keys.shape[1])
+        for known in part.history.parts(model, layer, 0, part.history_tokens):
+            history[known.positions] = known.keys
         return cls(
             layer=layer,
             queries=computed.queries[share.first : share.last],
             keys=keys[share.first : share.last],
             history=history,
             history_tokens=part.history_tokens,
-            pieces=part.member.pieces,
+            pieces=part.pieces,
             asked=len(part.member.asked),
         )
 
@@ -164,16 +166,16 @@ def _covering(parts: Sequence[Part]) -> list[Part]:
     seen: set[int] = set()
     some = []
     for part in parts:
-        pieces = {piece.source for piece in part.member.pieces}
+        pieces = {piece.source for piece in part.pieces}
         if not pieces <= seen:
             some.append(part)
             seen |= pieces
     return some
 
 
-def _has(member: MemberPass, tokens: int) -> torch.Tensor:
+def _has(part: Part, tokens: int) -> torch.Tensor:
     """[tokens], true where the member has that token of the canonical sequence."""
     has = torch.zeros(tokens, dtype=torch.bool)
-    for piece in member.pieces:
+    for piece in part.pieces:
         has[piece.source : piece.source + piece.tokens] = True
     return has

@@ -12,64 +12,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from td_serve.engine.kept import History
+from td_serve.engine.kv import KV
 from td_serve.engine.model import LayeredModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.rows import Rows, Share
 
 
 @dataclass
-class KV:
-    """Keys and values of a run of tokens: for each layer, [tokens, KV heads * head size]."""
-
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return len(self.keys[0]) if self.keys else 0
-
-    def part(self, first: int, last: int) -> KV:
-        """Tokens [first, last), in memory of their own."""
-        return KV(
-            [keys[first:last].clone() for keys in self.keys],
-            [values[first:last].clone() for values in self.values],
-        )
-
-    def followed_by(self, other: KV) -> KV:
-        """These tokens, then the other's."""
-        return joined([self, other])
-
-
-def joined(parts: Sequence[KV]) -> KV:
-    """The parts' tokens, one part after the other."""
-    some = [part for part in parts if part.keys]
-    if len(some) < 2:
-        return some[0] if some else KV()
-    return KV(
-        [torch.cat(layer) for layer in zip(*(part.keys for part in some), strict=True)],
-        [torch.cat(layer) for layer in zip(*(part.values for part in some), strict=True)],
-    )
-
-
-def spread(parts: Sequence[KV], places: Sequence[torch.Tensor]) -> KV:
-    """The parts' tokens at their `places`, which together are all from 0 on."""
-    total = sum(map(len, places))
-
-    def put(layer: Sequence[torch.Tensor]) -> torch.Tensor:
-        made = layer[0].new_empty(total, layer[0].shape[1])
-        for part, at in zip(layer, places, strict=True):
-            made[at] = part
-        return made
-
-    return KV(
-        [put(layer) for layer in zip(*(part.keys for part in parts), strict=True)],
-        [put(layer) for layer in zip(*(part.values for part in parts), strict=True)],
-    )
-
-
-@dataclass
 class Group:
-    """What a pass computes. `ids` are the rows' tokens; `histories` each member's, or None.
+    """What a pass computes. `ids` are the rows' tokens; `histories` each member's, and how many of
+    its tokens count.
 
     `canonical` holds keys before rotation; histories and everything computed hold them rotated,
     unless the pass is `unrotated`: it then computes a canonical sequence. With `until`, it computes
@@ -79,7 +32,7 @@ class Group:
     rows: Rows
     ids: list[int]
     canonical: KV
-    histories: Sequence[KV | None]
+    histories: Sequence[tuple[History, int]]
     unrotated: bool = False
     until: int | None = None
     logits_of: list[int] = field(default_factory=list)
@@ -111,9 +64,8 @@ class _Sources:
             _joined([_slots(share, rows.block_size) for share in rows.shares])
         )
         self._histories = [
-            (history, torch.arange(history.tokens) + share.block * rows.block_size)
-            for history, share in zip(group.histories, rows.shares, strict=True)
-            if history is not None and history.tokens
+            (history, tokens, share.block * rows.block_size)
+            for (history, tokens), share in zip(group.histories, rows.shares, strict=True)
         ]
 
     def write(self, layer: int, attention: PagedAttention, memory: torch.Tensor) -> None:
@@ -123,8 +75,9 @@ class _Sources:
             values = self._canonical.values[layer].index_select(0, self._sources)
             keys, _ = self._model.rotate(layer, self._positions, keys, None)
             attention.write(layer, memory, keys, values, self._slots)
-        for history, slots in self._histories:
-            attention.write(layer, memory, history.keys[layer], history.values[layer], slots)
+        for history, tokens, base in self._histories:
+            for positions, keys, values in history.parts(self._model, layer, 0, tokens):
+                attention.write(layer, memory, keys, values, positions + base)
 
 
 def run_pass(

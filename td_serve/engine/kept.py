@@ -1,21 +1,54 @@
 """What passes leave in a prefill engine's worker: canonical sequences, histories, mirrors; and
 what has been read for them.
 
-A mirror is a member's prompt as references into its canonical sequence and its history, and the
-rows of its own. It holds both for as long as it lives: from its pass until it is released, which is
-when its request has loaded it, or its round has been prefilled.
+A mirror is a member's prompt as references into its canonical sequence and its history, and rows of
+its own. It holds what it refers to for as long as it lives: as what is to be loaded, until its
+request has loaded it or its round has been prefilled; as how the member's next prompt begins, until
+room is wanted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
-from td_serve.engine.collective import KV
+import torch
+
+from td_serve.engine.kv import KV
+from td_serve.engine.model import LayeredModel
 from td_serve.segments import alike
+from td_serve.types import Rule
+
+
+class Kept(NamedTuple):
+    """Tokens at `positions` of a prompt, in one layer: keys as they stand there, and values."""
+
+    positions: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class History(Protocol):
+    """What is kept of how a prompt begins. `exact` of its tokens are what the prompt alone gives;
+    behind them it is what a pass has made."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def exact(self) -> int: ...
+
+    def parts(self, model: LayeredModel, layer: int, first: int, last: int) -> Iterator[Kept]:
+        """Tokens [first, last) of one layer, in no order."""
+        ...
+
+    def holds(self) -> list[KV]:
+        """What it keeps alive; others may, too."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -26,8 +59,16 @@ class Run:
     kv: KV
 
     @property
-    def bytes(self) -> int:
-        return sum(part.element_size() * part.numel() for part in [*self.kv.keys, *self.kv.values])
+    def exact(self) -> int:
+        return len(self.token_ids)
+
+    def parts(self, model: LayeredModel, layer: int, first: int, last: int) -> Iterator[Kept]:
+        if first < last:
+            keys, values = self.kv.keys[layer][first:last], self.kv.values[layer][first:last]
+            yield Kept(torch.arange(first, last), keys, values)
+
+    def holds(self) -> list[KV]:
+        return [self.kv]
 
 
 NOTHING = Run([], KV())
@@ -39,31 +80,128 @@ rotation, until the pass that takes it over."""
 
 
 @dataclass(frozen=True)
-class Mirror:
-    """A member's first `tokens` tokens: `history_tokens` of its history, `cached` positions from
-    the canonical sequence's `sources`, and its `own` rows at `positions`."""
+class Rows:
+    """What a pass has computed of a prompt: a row of `kv` for each of `positions`, and maybe more.
 
-    tokens: int
+    Ascending, int64.
+    """
+
+    positions: torch.Tensor
+    kv: KV
+
+    def until(self, tokens: int) -> Rows:
+        """Those among the prompt's first `tokens` tokens."""
+        return Rows(self.positions[_between(self.positions, 0, tokens)], self.kv)
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """A member's prompt as references: `history_tokens` tokens of its `history` come first, those
+    at positions `cached` are the canonical sequence's `sources`, and the others its `own` rows, of
+    this pass and of those before it.
+
+    Positions and sources are int64, positions ascending. What a pass by `rule` has made is no other
+    rule's.
+    """
+
+    token_ids: list[int]
+    rule: Rule
+    exact: int
     canonical: Run
-    cached: list[int]
-    sources: list[int]
+    cached: torch.Tensor
+    sources: torch.Tensor
     history: Run
     history_tokens: int
-    positions: list[int]
-    own: KV
+    own: tuple[Rows, ...]
+
+    @property
+    def new_rows(self) -> int:
+        """How many rows its own pass has computed."""
+        return len(self.own[-1].positions)
+
+    def parts(self, model: LayeredModel, layer: int, first: int, last: int) -> Iterator[Kept]:
+        yield from self.history.parts(model, layer, first, min(last, self.history_tokens))
+        some = _between(self.cached, first, last)
+        if len(positions := self.cached[some]):
+            sources = self.sources[some]
+            keys = self.canonical.kv.keys[layer][sources]
+            keys, _ = model.rotate(layer, positions, keys, None)
+            yield Kept(positions, keys, self.canonical.kv.values[layer][sources])
+        for rows in self.own:
+            some = _between(rows.positions, first, last)
+            if len(positions := rows.positions[some]):
+                yield Kept(positions, rows.kv.keys[layer][some], rows.kv.values[layer][some])
+
+    def holds(self) -> list[KV]:
+        return [self.canonical.kv, self.history.kv, *(rows.kv for rows in self.own)]
+
+    def begins_in(self, canonical: Run, tokens: int) -> bool:
+        """Whether another canonical sequence has all that the first `tokens` tokens take from this
+        one's, in the same places."""
+        some = _between(self.cached, 0, tokens)
+        last = int(self.sources[some].max()) if len(self.sources[some]) else -1
+        return alike(self.canonical.token_ids, canonical.token_ids) > last
+
+
+def _between(positions: torch.Tensor, first: int, last: int) -> slice:
+    """Where those from `first` to before `last` stand; positions ascend."""
+    start, end = torch.searchsorted(positions, torch.tensor([first, last])).tolist()
+    return slice(start, max(start, end))
+
+
+def continued(
+    model: LayeredModel,
+    history: History,
+    tokens: int,
+    more: Mirror,
+) -> Mirror:
+    """A mirror of a prompt that begins with `tokens` tokens of `history`: what has been made of the
+    rest is `more`, which has no history.
+
+    What it takes from a canonical sequence that `more`'s does not have within it is copied.
+    """
+    if isinstance(history, Mirror) and history.begins_in(more.canonical, tokens):
+        cached = _between(history.cached, 0, tokens)
+        own = (rows.until(tokens) for rows in history.own)
+        return replace(
+            more,
+            exact=min(more.exact, history.exact) if tokens > history.exact else more.exact,
+            cached=torch.cat([history.cached[cached], more.cached]),
+            sources=torch.cat([history.sources[cached], more.sources]),
+            history=history.history,
+            history_tokens=min(history.history_tokens, tokens),
+            own=(*(rows for rows in own if len(rows.positions)), *more.own),
+        )
+    exact = min(more.exact, history.exact) if tokens > history.exact else more.exact
+    run = history if isinstance(history, Run) else _dense(model, history, tokens)
+    return replace(more, exact=exact, history=run, history_tokens=tokens)
+
+
+def _dense(model: LayeredModel, history: History, tokens: int) -> Run:
+    """A history's first tokens, in memory of their own."""
+    kv = KV()
+    for layer in range(model.layers):
+        parts = list(history.parts(model, layer, 0, tokens))
+        order = torch.cat([part.positions for part in parts]).argsort()
+        kv.keys.append(torch.cat([part.keys for part in parts])[order])
+        kv.values.append(torch.cat([part.values for part in parts])[order])
+    return Run(history.token_ids[:tokens], kv)
 
 
 class RoundStore:
-    """All that passes have left. Runs of all kinds go, the least recently used first, when together
-    they hold more than `budget_bytes` (the last one stays, whatever its
-    size). What a mirror holds stays with it: all mirrors' own rows may take as much again
-    (`worker`)."""
+    """All that passes have left. What is kept goes, the least recently used first, when together it
+    holds more than `budget_bytes` (the last one stays, whatever its size); what several hold counts
+    once. What a mirror holds stays with it: all mirrors that are to be loaded may have as much
+    again in own rows (`worker`)."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._runs: OrderedDict[tuple[str, str], Run] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], History] = OrderedDict()
+        self._holders: Counter[int] = Counter()
+        """How many of what is kept hold a KV, by its identity."""
         self._bytes = 0
         self.mirrors: dict[str, Mirror] = {}
+        """Those that are to be loaded."""
         self.spent: dict[str, float] = {}
         """Seconds from beginning to end of each phase of passes and loads, summed up."""
 
@@ -77,43 +215,61 @@ class RoundStore:
             took = time.perf_counter() - began
             self.spent[phase] = self.spent.get(phase, 0.0) + took
 
-    def find(self, kind: str, name: str, token_ids: Sequence[int]) -> tuple[Run, int]:
+    def find(self, kind: str, name: str, token_ids: Sequence[int]) -> tuple[History, int]:
         """What is kept under a name, and how many of `token_ids` it begins with."""
-        run = self._runs.get((kind, name), NOTHING)
-        common = alike(run.token_ids, token_ids)
+        found = self._kept.get((kind, name), NOTHING)
+        common = alike(found.token_ids, token_ids)
         if common:
-            self._runs.move_to_end((kind, name))
-        return run, common
+            self._kept.move_to_end((kind, name))
+        return found, common
 
-    def keep(self, kind: str, name: str, run: Run) -> None:
-        """Keep a run in place of what was kept under its name."""
+    def find_run(self, kind: str, name: str, token_ids: Sequence[int]) -> tuple[Run, int]:
+        """The same of a kind of which runs are kept alone."""
+        found, common = self.find(kind, name, token_ids)
+        assert isinstance(found, Run), f"a {kind} is kept as a {type(found).__name__}"
+        return found, common
+
+    def keep(self, kind: str, name: str, one: History) -> None:
+        """Keep something in place of what was kept under its name."""
         self.drop(kind, name)
-        self._runs[kind, name] = run
-        self._bytes += run.bytes
-        while self._bytes > self.budget_bytes and len(self._runs) > 1:
-            self.drop(*next(iter(self._runs)))
+        self._kept[kind, name] = one
+        for kv in one.holds():
+            self._bytes += 0 if self._holders[id(kv)] else kv.bytes
+            self._holders[id(kv)] += 1
+        while self._bytes > self.budget_bytes and len(self._kept) > 1:
+            self.drop(*next(iter(self._kept)))
+
+    def touch(self, kind: str, name: str) -> None:
+        """It has been used, if it is kept."""
+        if (kind, name) in self._kept:
+            self._kept.move_to_end((kind, name))
 
     def names(self, kind: str) -> list[str]:
         """Under which names anything of a kind is kept."""
-        return [name for one, name in self._runs if one == kind]
+        return [name for one, name in self._kept if one == kind]
 
     def has(self, kind: str, name: str) -> bool:
         """Whether anything is kept under a name."""
-        return (kind, name) in self._runs
+        return (kind, name) in self._kept
 
-    def get(self, kind: str, name: str) -> Run:
+    def get(self, kind: str, name: str) -> History:
         """What is kept under a name, all of it. Raises KeyError."""
-        return self._runs[kind, name]
+        return self._kept[kind, name]
 
     def drop(self, kind: str, name: str) -> None:
         """Keep nothing under this name; if nothing is, nothing changes."""
-        if (run := self._runs.pop((kind, name), None)) is not None:
-            self._bytes -= run.bytes
+        if (one := self._kept.pop((kind, name), None)) is None:
+            return
+        for kv in one.holds():
+            self._holders[id(kv)] -= 1
+            if not self._holders[id(kv)]:
+                del self._holders[id(kv)]
+                self._bytes -= kv.bytes
 
     @property
-    def own_rows(self) -> int:
-        """How many rows all mirrors have of their own."""
-        return sum(len(mirror.positions) for mirror in self.mirrors.values())
+    def new_rows(self) -> int:
+        """How many rows have been computed for those that are to be loaded."""
+        return sum(mirror.new_rows for mirror in self.mirrors.values())
 
     def release(self, names: Iterable[str]) -> None:
         """These mirrors are not needed any more; unknown names change nothing."""
@@ -122,8 +278,14 @@ class RoundStore:
 
     def check_integrity(self) -> None:
         """Raises AssertionError."""
-        assert self._bytes == sum(run.bytes for run in self._runs.values()), "miscounted bytes"
-        for name, mirror in self.mirrors.items():
-            parts = mirror.history_tokens + len(mirror.cached) + len(mirror.positions)
-            assert parts == mirror.tokens, f"mirror {name}: {parts} of {mirror.tokens} tokens"
-            assert mirror.own.tokens == len(mirror.positions), f"mirror {name}: rows without KV"
+        held = {id(kv): kv for one in self._kept.values() for kv in one.holds()}
+        assert self._bytes == sum(kv.bytes for kv in held.values()), "miscounted bytes"
+        assert held.keys() == self._holders.keys(), "miscounted holders"
+        kept = [one for one in self._kept.values() if isinstance(one, Mirror)]
+        for mirror in [*kept, *self.mirrors.values()]:
+            tokens = len(mirror.token_ids)
+            own = sum(len(rows.positions) for rows in mirror.own)
+            parts = mirror.history_tokens + len(mirror.cached) + own
+            assert parts == tokens, f"a mirror of {tokens} tokens has {parts}"
+            for rows in mirror.own:
+                assert rows.kv.tokens >= len(rows.positions), "a mirror has rows without KV"

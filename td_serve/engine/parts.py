@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from td_serve.engine.collective import KV, Group
-from td_serve.engine.kept import Run
+from td_serve.engine.collective import Group
+from td_serve.engine.kept import History
+from td_serve.engine.kv import KV
 from td_serve.rows import Extent, Rows, layout
-from td_serve.types import MemberPass, Span
+from td_serve.types import MemberPass, Piece, Span
 
 
 @dataclass(frozen=True)
@@ -18,29 +20,38 @@ class Part:
     the others deviate, if that is known (see `PassTokens`)."""
 
     member: MemberPass
-    history: Run
+    history: History
     history_tokens: int
     chosen: Sequence[bool]
     left: float | None = None
 
+    @functools.cached_property
+    def pieces(self) -> list[Piece]:
+        """What it shares behind its history."""
+        behind = []
+        for piece in self.member.pieces:
+            known = max(0, self.history_tokens - piece.start)
+            if known < piece.tokens:
+                start, source = piece.start + known, piece.source + known
+                behind.append(Piece(start=start, tokens=piece.tokens - known, source=source))
+        return behind
+
     @property
     def spans(self) -> list[Span]:
         """Its pieces as they stand in the canonical sequence."""
-        return [Span(start=one.source, tokens=one.tokens) for one in self.member.pieces]
+        return [Span(start=one.source, tokens=one.tokens) for one in self.pieces]
 
     @property
     def extent(self) -> Extent:
         return Extent(
-            tokens=len(self.member.token_ids),
-            history=self.history_tokens,
-            pieces=self.member.pieces,
+            tokens=len(self.member.token_ids), history=self.history_tokens, pieces=self.pieces
         )
 
     def rows(self) -> int:
         """How many of its rows are computed."""
         reused = sum(
             piece.tokens - sum(self.chosen[piece.source : piece.source + piece.tokens])
-            for piece in self.member.pieces
+            for piece in self.pieces
         )
         return len(self.member.token_ids) - self.history_tokens - reused
 
@@ -74,7 +85,7 @@ def group_of(
         rows,
         row_ids(rows, [part.member.token_ids for part in batch]),
         canonical,
-        [part.history.kv.part(0, part.history_tokens) for part in batch],
+        [(part.history, part.history_tokens) for part in batch],
         until=until,
     )
 

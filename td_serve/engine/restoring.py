@@ -23,8 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from td_serve.engine.collective import KV
 from td_serve.engine.kept import HISTORY, WRITTEN, Mirror, RoundStore, Run
+from td_serve.engine.kv import KV
 from td_serve.engine.leasing import COMPLETE
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
@@ -214,7 +214,7 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         model, attention = self.parts
         for load in loads:
             mirror = self.store.mirrors.get(load.name)
-            if mirror is None or mirror.tokens < load.last:
+            if mirror is None or len(mirror.token_ids) < load.last:
                 self._unloaded.update(load.blocks[load.first // attention.block_size :])
                 continue
             with self.store.spending("restore"):
@@ -260,35 +260,7 @@ def _restore(
     """Write tokens [first, last) of a mirror into a request's pages, layer by layer."""
     blocks = torch.tensor(load.blocks)
     size = attention.block_size
-
-    def slots(positions: torch.Tensor) -> torch.Tensor:
-        return blocks[positions // size] * size + positions % size
-
-    def within(positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of `positions` are loaded, and those."""
-        every = torch.tensor(positions, dtype=torch.int64)
-        chosen = ((every >= load.first) & (every < load.last)).nonzero()[:, 0]
-        return chosen, every[chosen]
-
-    chosen, cached = within(mirror.cached)
-    sources = torch.tensor(mirror.sources, dtype=torch.int64)[chosen]
-    rows, own = within(mirror.positions)
-    kept, history = within(range(mirror.history_tokens))
     for layer, memory in enumerate(pages):
-        if len(cached):
-            keys = mirror.canonical.kv.keys[layer][sources]
-            keys, _ = model.rotate(layer, cached, keys, None)
-            values = mirror.canonical.kv.values[layer][sources]
-            attention.write(layer, memory, keys, values, slots(cached))
-        for chosen_of, positions, kv in (
-            (kept, history, mirror.history.kv),
-            (rows, own, mirror.own),
-        ):
-            if len(positions):
-                attention.write(
-                    layer,
-                    memory,
-                    kv.keys[layer][chosen_of],
-                    kv.values[layer][chosen_of],
-                    slots(positions),
-                )
+        for positions, keys, values in mirror.parts(model, layer, load.first, load.last):
+            slots = blocks[positions // size] * size + positions % size
+            attention.write(layer, memory, keys, values, slots)

@@ -15,7 +15,7 @@ import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from td_serve.engine.choosing import Chooser
-from td_serve.engine.collective import KV, Group, joined, run_pass, spread
+from td_serve.engine.collective import Group, run_pass
 from td_serve.engine.kept import (
     AHEAD,
     CANONICAL,
@@ -24,8 +24,11 @@ from td_serve.engine.kept import (
     WRITTEN,
     Mirror,
     RoundStore,
+    Rows,
     Run,
+    continued,
 )
+from td_serve.engine.kv import KV, joined, spread
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.engine.parts import Part, batches, group_of, private, row_ids
@@ -33,6 +36,7 @@ from td_serve.engine.restoring import RoundConnector
 from td_serve.errors import ModelError
 from td_serve.pic.base import Shared
 from td_serve.rows import Extent, Share, check, layout
+from td_serve.rows import Rows as Layout
 from td_serve.types import (
     Canonical,
     MemberPass,
@@ -40,7 +44,9 @@ from td_serve.types import (
     PassSpec,
     PassTokens,
     Piece,
+    Rule,
     SegmentKey,
+    Span,
     Written,
     pack,
     unpack,
@@ -201,8 +207,9 @@ class Passes:
             self._under_way = None
 
     def _play(self, spec: PassSpec) -> Generator[None, None, PassResult]:
-        shared = Shared(len(spec.canonical.token_ids), spec.canonical.segments)
-        unsettled = [self._part(member, shared.tokens) for member in spec.members]
+        tokens = len(spec.canonical.token_ids)
+        unsettled = [self._part(member, spec.rule, tokens) for member in spec.members]
+        shared = Shared(tokens, _still_shared(spec.canonical, unsettled))
         self._check_room(unsettled)  # or all that comes before would be for nothing
         with self.store.spending("canonical"):
             canonical, computed = yield from self.canonical(
@@ -219,7 +226,8 @@ class Passes:
         try:
             with self.store.spending("rows"):
                 for batch in batches(parts, self._most_rows):
-                    found |= yield from self._batch(batch, canonical)
+                    found |= yield from self._batch(batch, canonical, spec.rule)
+            self.store.touch(CANONICAL, spec.canonical.key)  # it goes after those who hold it
         except BaseException:
             self.store.release(found)  # nobody will be told of them
             raise
@@ -228,31 +236,33 @@ class Passes:
     def _check_room(self, parts: Sequence[Part]) -> None:
         """Raises ValueError when mirrors' own rows would be more than the store may hold: these
         members', and those of others that have not been loaded yet."""
-        rows = sum(part.rows() for part in parts) + self.store.own_rows
+        rows = sum(part.rows() for part in parts) + self.store.new_rows
         wanted, room = rows * self.model.kv_bytes, self.store.budget_bytes
         if wanted > room:
             raise ValueError(f"{wanted} bytes for {rows} rows, expected at most {room}")
 
     def _batch(
-        self, batch: Sequence[Part], canonical: Run
+        self, batch: Sequence[Part], canonical: Run, rule: Rule
     ) -> Generator[None, None, dict[str, PassTokens]]:
         """Compute some members' rows, and keep what comes of it; their tokens, by request."""
         group = group_of(batch, canonical.kv, self.attention.block_size)
         computed = yield from run_pass(self.model, self.attention, group)
         found: dict[str, PassTokens] = {}
         for part, share in zip(batch, group.rows.shares, strict=True):
-            mirror = Mirror(
-                tokens=len(part.member.token_ids),
+            more = Mirror(
+                token_ids=part.member.token_ids,
+                rule=rule,
+                exact=private(part.member),
                 canonical=canonical,
-                cached=share.cached,
-                sources=share.sources,
-                history=part.history,
-                history_tokens=part.history_tokens,
-                positions=group.rows.positions[share.first : share.last],
-                own=computed.kv.part(share.first, share.last),
+                cached=torch.tensor(share.cached, dtype=torch.int64),
+                sources=torch.tensor(share.sources, dtype=torch.int64),
+                history=NOTHING,
+                history_tokens=0,
+                own=(_rows(group.rows, share, computed.kv),),
             )
+            mirror = continued(self.model, part.history, part.history_tokens, more)
             self.store.mirrors[part.member.request_id] = mirror
-            self._keep_history(part.member, mirror)
+            self.store.keep(HISTORY, part.member.history, mirror)
             found[part.member.request_id] = _count(part, share)
         return found
 
@@ -265,8 +275,8 @@ class Passes:
         It is kept piece by piece: who gives up loses the last one only. A guess takes nothing away
         from what is kept: where it goes on otherwise, it is kept beside it, until the next round.
         """
-        kept, alike_kept = self.store.find(CANONICAL, wanted.key, wanted.token_ids)
-        guess, alike_guess = self.store.find(AHEAD, wanted.key, wanted.token_ids)
+        kept, alike_kept = self.store.find_run(CANONICAL, wanted.key, wanted.token_ids)
+        guess, alike_guess = self.store.find_run(AHEAD, wanted.key, wanted.token_ids)
         common = max(alike_kept, alike_guess)
         run = guess if alike_guess > alike_kept else kept
         kind = AHEAD if is_guess and alike_kept < kept.kv.tokens else CANONICAL
@@ -306,7 +316,7 @@ class Passes:
         extent = Extent(tokens=len(token_ids), history=0, pieces=pieces)
         rows = layout([extent], [[False] * known], self.attention.block_size)
         ids = row_ids(rows, [token_ids])
-        group = Group(rows, ids, kv, [None], unrotated=True)
+        group = Group(rows, ids, kv, [(NOTHING, 0)], unrotated=True)
         computed = yield from run_pass(self.model, self.attention, group)
         (share,) = rows.shares
         if not rows.positions or not share.cached:
@@ -321,27 +331,39 @@ class Passes:
         for one in written:
             place = one.piece.source
             wanted = token_ids[place : place + one.piece.tokens]
-            run, common = self.store.find(WRITTEN, one.name, wanted)
+            run, common = self.store.find_run(WRITTEN, one.name, wanted)
             if common:
                 yield place, run.kv.part(0, common)
 
-    def _part(self, member: MemberPass, tokens: int) -> Part:
-        """A member with what is kept of what stands before its first piece, and of the canonical
-        sequence's `tokens` tokens none chosen."""
-        begin = member.token_ids[: private(member)]
-        return Part(
-            member, *self.store.find(HISTORY, member.history, begin), chosen=[False] * tokens
-        )
+    def _part(self, member: MemberPass, rule: Rule, tokens: int) -> Part:
+        """A member with what is kept of how its prompt begins, and of the canonical sequence's
+        `tokens` tokens none chosen."""
+        history, common = self.store.find(HISTORY, member.history, member.token_ids)
+        if isinstance(history, Mirror) and history.rule != rule:
+            common = min(common, history.exact)
+        return Part(member, history, common, chosen=[False] * tokens)
 
-    def _keep_history(self, member: MemberPass, mirror: Mirror) -> None:
-        """What stands before the first piece attends to nothing but itself: it is exact."""
-        begin = private(member)
-        new = begin - mirror.history_tokens
-        if new > 0:
-            kv = mirror.history.kv.part(0, mirror.history_tokens).followed_by(
-                mirror.own.part(0, new)
-            )
-            self.store.keep(HISTORY, member.history, Run(member.token_ids[:begin], kv))
+
+def _rows(rows: Layout, share: Share, kv: KV) -> Rows:
+    """A member's part of what a group has computed, in memory of its own."""
+    positions = torch.tensor(rows.positions[share.first : share.last], dtype=torch.int64)
+    return Rows(positions, kv.part(share.first, share.last))
+
+
+def _still_shared(canonical: Canonical, parts: Sequence[Part]) -> list[Span]:
+    """The canonical sequence's segments, each from where on somebody still takes it over."""
+    wanted = [span for part in parts for span in part.spans]
+    still = []
+    for one in canonical.segments:
+        end = one.start + one.tokens
+        starts = [
+            max(span.start, one.start)
+            for span in wanted
+            if span.start < end and span.start + span.tokens > one.start
+        ]
+        if starts:
+            still.append(Span(start=min(starts), tokens=end - min(starts)))
+    return still
 
 
 def _count(part: Part, share: Share) -> PassTokens:

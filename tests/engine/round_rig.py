@@ -54,7 +54,7 @@ class Shared:
         request = make_request(prompt + some_tokens(12, seed + 1), None)
         part = MemberPass(
             request_id=request.request_id,
-            history=f"history-{seed}",
+            history=f"history-{seed}-{self.canonical.key}",
             token_ids=prompt,
             pieces=pieces,
         )

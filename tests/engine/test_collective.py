@@ -12,7 +12,9 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from td_serve.engine.collective import KV, Group, run_pass
+from td_serve.engine.collective import Group, run_pass
+from td_serve.engine.kept import NOTHING, Run
+from td_serve.engine.kv import KV
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.errors import ModelError
@@ -108,7 +110,7 @@ SEGMENTS = ((30, 70), (100, 50))
 def canonical(model: VllmModel, attention: PagedAttention) -> KV:
     extent = Extent(tokens=len(CANONICAL), history=0, pieces=[])
     rows = layout([extent], [[]], BLOCK)
-    group = Group(rows, CANONICAL, KV(), [None], unrotated=True)
+    group = Group(rows, CANONICAL, KV(), [(NOTHING, 0)], unrotated=True)
     kv: KV = finish(run_pass(model, attention, group)).kv
     return kv
 
@@ -137,13 +139,12 @@ def last_logits(
     attention: PagedAttention,
     prompts: Sequence[Prompt],
     chosen: list[bool],
-    histories: Sequence[KV | None] | None = None,
+    histories: Sequence[Run] = (),
 ) -> torch.Tensor:
     """Of each prompt's last token, by one pass for all."""
-    kept = histories or [None] * len(prompts)
+    kept = histories or [NOTHING] * len(prompts)
     extents = [
-        prompt.extent(0 if history is None else history.tokens)
-        for prompt, history in zip(prompts, kept, strict=True)
+        prompt.extent(len(history.token_ids)) for prompt, history in zip(prompts, kept, strict=True)
     ]
     rows = layout(extents, [chosen] * len(extents), BLOCK)
     ids = [
@@ -155,7 +156,7 @@ def last_logits(
         rows,
         ids,
         canonical(model, attention),
-        kept,
+        [(history, len(history.token_ids)) for history in kept],
         logits_of=[share.last - 1 for share in rows.shares],
     )
     logits: torch.Tensor = finish(run_pass(model, attention, group)).logits
@@ -183,11 +184,12 @@ def test_a_kept_history_is_as_good_as_a_computed_one(engine: Engine) -> None:
         for prompt in PROMPTS:
             kept = prompt.pieces[0].start
             if not kept:
-                histories.append(None)
+                histories.append(NOTHING)
                 continue
             rows = layout([Extent(tokens=kept, history=0, pieces=[])], [[]], BLOCK)
-            group = Group(rows, prompt.ids[:kept], KV(), [None])
-            histories.append(finish(run_pass(model, attention, group)).kv)
+            group = Group(rows, prompt.ids[:kept], KV(), [(NOTHING, 0)])
+            kv = finish(run_pass(model, attention, group)).kv
+            histories.append(Run(prompt.ids[:kept], kv))
         return last_logits(model, attention, PROMPTS, ALL, histories)
 
     assert_same(engine.in_worker(work), engine.next_logprobs([one.ids for one in PROMPTS]))

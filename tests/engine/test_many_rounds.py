@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -56,18 +56,31 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     engine.close()
 
 
+class Kept(NamedTuple):
+    """Tokens of which KV is kept, as a rule has made it behind the first `exact` of them."""
+
+    token_ids: list[int]
+    by: Rule
+    exact: int
+
+
+NOTHING_KEPT = Kept([], RULES[0], 0)
+
+
 class Rounds(RuleBasedStateMachine):
     """Eight sessions, whose agents' histories grow; rounds end, or are given up half-way."""
 
     engine: ClassVar[Engine]
     finished: ClassVar[int] = 0
     dropped: ClassVar[int] = 0
-    """Passes that went to their end; histories that had been kept, and had to go."""
+    went_on: ClassVar[int] = 0
+    """Passes that went to their end; histories that had been kept, and had to go; members who went
+    on behind what they had shared before."""
 
     def __init__(self) -> None:
         super().__init__()
         self._histories: dict[tuple[str, AgentId], list[int]] = {}
-        self._kept: dict[str, list[int] | None] = {}
+        self._kept: dict[str, Kept | None] = {}
         """By the history's name, what is kept of it unless it had to go; None if that is open."""
         self._example = next(_numbers)
 
@@ -79,6 +92,7 @@ class Rounds(RuleBasedStateMachine):
         how=st.sampled_from(RULES),
         reverse=st.booleans(),
         slices=st.none() | st.integers(0, 3),
+        remember=st.booleans(),
     )
     def play(
         self,
@@ -89,8 +103,10 @@ class Rounds(RuleBasedStateMachine):
         how: Rule,
         reverse: bool,
         slices: int | None,
+        remember: bool,
     ) -> None:
-        """A round: each agent hears some of what was said, the last one maybe in another order.
+        """A round: each agent hears some of what was said, the last one maybe in another order, and
+        may remember it.
 
         With `slices` it is given up after so many of every pass.
         """
@@ -103,6 +119,8 @@ class Rounds(RuleBasedStateMachine):
             history += tokens(more, 1000 + next(_numbers))
             del history[: -300 if len(history) > 300 else 0]
             requests[agent] = _request(history, heard)
+            if remember:
+                history += [token for text in heard for token in text]
         reuse = plan_reuse(SessionId(f"{sim}-{self._example}"), requests, how, HEAD)
         assert len(reuse.reasons) + sum(len(spec.members) for spec in reuse.passes) == len(requests)
         for spec in reuse.passes:
@@ -126,17 +144,28 @@ class Rounds(RuleBasedStateMachine):
         ready = {}
         for member in spec.members:
             counted = found[member.request_id]
-            shared = sum(piece.tokens for piece in member.pieces)
+            shared = sum(
+                max(0, piece.tokens - max(0, counted.local - piece.start))
+                for piece in member.pieces
+            )
             assert counted.prompt == len(member.token_ids)
             assert counted.prompt == counted.local + counted.reused + counted.selected + counted.new
             assert counted.reused + counted.selected == shared
-            private = member.token_ids[: member.pieces[0].start]
-            kept = self._kept.get(member.history, [])
-            if kept is not None:
-                assert counted.local in (0, alike(kept, private))
-                Rounds.dropped += counted.local < alike(kept, private)
-            if len(private) > counted.local:
-                self._kept[member.history] = private
+            private = member.pieces[0].start
+            kept = self._kept.get(member.history, NOTHING_KEPT)
+            if kept is None:
+                # What has been given up may have left this or that.
+                fresh = Kept(member.token_ids, spec.rule, private)
+                self._kept[member.history] = None if counted.local else fresh
+            else:
+                known = alike(kept.token_ids, member.token_ids)
+                if kept.by != spec.rule:
+                    known = min(known, kept.exact)
+                assert counted.local in (0, known)
+                Rounds.dropped += counted.local < known
+                Rounds.went_on += counted.local > kept.exact
+                exact = min(private, kept.exact) if counted.local > kept.exact else private
+                self._kept[member.history] = Kept(member.token_ids, spec.rule, exact)
             if spec.rule.name is RuleName.NONE:
                 assert counted.selected == 0
             if spec.rule.name is RuleName.FULL:
@@ -181,3 +210,4 @@ def test_a_thousand_rounds(engine: Engine) -> None:
     )
     assert Rounds.finished > EXAMPLES * STEPS * 0.4
     assert Rounds.dropped > 10, "or there was room for all"
+    assert Rounds.went_on > 10, "or nobody's prompt has gone on"

@@ -508,7 +508,7 @@ def test_what_is_longer_than_the_window_is_refused(engine: Engine, longer: str) 
 
 
 def test_a_pass_with_nothing_left_to_compute_is_one_too(engine: Engine) -> None:
-    """Histories are kept, segments adjoin them, and nothing is chosen: then fewer segments."""
+    """All of it is kept from the pass before; then of a prompt that has less."""
     longer, shorter = under(Round(70, 40, seed=7), "no rows"), under(Round(70, seed=7), "no rows")
     answers = []
     for round_ in (longer, longer, shorter, shorter):
@@ -516,10 +516,10 @@ def test_a_pass_with_nothing_left_to_compute_is_one_too(engine: Engine) -> None:
         members[0].prompt = members[0].spec.token_ids + tokens(12, 77)
         members[0].spec = msgspec.structs.replace(members[0].spec, history="no rows")
         found = engine.run(spec_of(round_, members, NONE)).members[members[0].spec.request_id]
-        assert found.reused == sum(span.tokens for span in round_.canonical.segments)
+        assert found.prompt == found.local + found.reused + (0 if answers else 40)
         answers += engine.answers(members, load=True)
         engine.release(members)
-    assert (found.local, found.new) == (40, 0)
+    assert found.local == found.prompt
     first, again_, short, short_again = answers
     assert first == again_, "a pass without rows answers as the one that had some"
     assert short == short_again != first
