@@ -211,7 +211,7 @@ class ReuseSettings(_Config, frozen=True, kw_only=True):
     mode: Literal["exact", "blend"] = "exact"
     rule: Literal[
         "full", "none", "first_k", "first_pages", "hkvd", "first_k+hkvd", "first_pages+hkvd"
-    ] = "first_k+hkvd"
+    ] = "hkvd"
     k: NonNegative = 2
     ratio: Share = 0.6
     left: NotNegative = 0.0015

@@ -86,8 +86,10 @@ def plan_reuse(
     """
     passes: list[PassSpec] = []
     reasons: dict[RequestId, Alone] = {}
+    base = [] if turns is None else ["as written"]
     histories = {
-        request.request_id: _history(sim, agent, request) for agent, request in members.items()
+        request.request_id: _history(sim, agent, request, base)
+        for agent, request in members.items()
     }
     for group in _by_salt(members, reasons):
         spec = _plan_group(sim, group, rule, head, reasons, histories, turns)
@@ -96,9 +98,10 @@ def plan_reuse(
     return Reuse(passes=passes, reasons=reasons, histories=histories)
 
 
-def _history(sim: SessionId, agent: AgentId, request: GenerateRequest) -> str:
-    """Under which name a member's history is kept: nobody else's, and no other salt's."""
-    return key((sim, request.cache_salt or "", agent), [])
+def _history(sim: SessionId, agent: AgentId, request: GenerateRequest, base: Sequence[str]) -> str:
+    """Under which name a member's history is kept: nobody else's, no other salt's, and no other
+    base's."""
+    return key((sim, request.cache_salt or "", agent, *base), [])
 
 
 def _by_salt(

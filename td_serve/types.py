@@ -414,7 +414,7 @@ class MemberPass(_Wire, frozen=True, kw_only=True):
     """A member's part in a pass: its prompt up to the end of the shared part.
 
     Its result is found under `request_id`, once; `history` names the KV that is kept from round to
-    round of what stands before its first piece. `asked` is the rest of its prompt, for rules that
+    round of how its prompt begins. `asked` is the rest of its prompt, for rules that
     go by it.
     """
 

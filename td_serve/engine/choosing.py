@@ -1,8 +1,8 @@
 """Which shared tokens the members of a pass compute anew, by the rule of its plan.
 
-A rule that goes by deviations has a check layer: up to there all shared tokens are computed in a
-member's own context. For a choice of the whole group's those members do, in order, who have
-something shared that nobody before them has; for choices of their own, every one.
+A rule that goes by deviations has a check layer: up to there all shared tokens behind a member's
+history are computed in its own context. For a choice of the whole group's those members do, in
+order, who have something shared that nobody before them has; for choices of their own, every one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from td_serve.engine.parts import Part, batches, group_of
 from td_serve.pic.base import Recovery, Shared, left
 from td_serve.pic.rules import recovery
 from td_serve.rows import Share
-from td_serve.types import Piece, Rule
+from td_serve.types import Piece, Rule, Span
 
 _ASKED = 128
 """At most so many of the last tokens of a prompt say what is attended to."""
@@ -42,24 +42,20 @@ class Chooser:
         they had chosen before does not count."""
         named = recovery(rule, self._attention.block_size)
         layer = named.check_layer(self._model.layers)
-        if layer is None:
+        some = [part for part in parts if part.pieces]
+        if layer is None or not some:
             return _choosing(named, parts, shared)
         if rule.own:
-            found = yield from self._see(rule, parts, canonical, layer, shared.tokens)
-            own = [
-                Shared(shared.tokens, part.spans, *seen.tolist())
-                for part, seen in zip(parts, found, strict=True)
-            ]
-            return [
-                choice
-                for part, seen in zip(parts, own, strict=True)
-                for choice in _choosing(named, [part], seen)
-            ]
-        some = _covering(parts)
+            found = yield from self._see(rule, some, canonical, layer, shared.tokens)
+            chosen = [part for part in parts if not part.pieces]
+            for part, seen in zip(some, found, strict=True):
+                chosen += _choosing(named, [part], _as_seen(shared, part.spans, seen))
+            return chosen
+        some = _covering(some)
         found = yield from self._see(rule, some, canonical, layer, shared.tokens)
         has = torch.stack([_has(part, shared.tokens) for part in some])
         mean = torch.stack(found).sum(0) / has.sum(0).clamp(min=1)
-        return _choosing(named, parts, Shared(shared.tokens, shared.segments, *mean.tolist()))
+        return _choosing(named, parts, _as_seen(shared, shared.segments, mean))
 
     def _see(
         self, rule: Rule, parts: Sequence[Part], canonical: KV, layer: int, tokens: int
@@ -72,7 +68,7 @@ class Chooser:
             group = group_of(batch, canonical, self._attention.block_size, until=layer)
             computed = yield from run_pass(self._model, self._attention, group)
             for part, share in zip(batch, group.rows.shares, strict=True):
-                seen = _Seen.of(self._model, computed, share, part, layer)
+                seen = _Seen.of(self._model, computed, share, part, layer, rule.weighed)
                 found.append(self._score(rule, seen, canonical, tokens))
                 yield
         return found
@@ -125,13 +121,19 @@ class _Seen:
 
     @classmethod
     def of(
-        cls, model: LayeredModel, computed: Computed, share: Share, part: Part, layer: int
+        cls,
+        model: LayeredModel,
+        computed: Computed,
+        share: Share,
+        part: Part,
+        layer: int,
+        with_history: bool,
     ) -> _Seen:
         """All but the history is computed, so that rows follow one another."""
         assert computed.queries is not None, "a pass until a layer has them"
         (keys,) = computed.kv.keys
-        history = keys.new_empty(part.history_tokens, keys.shape[1])
-        for known in part.history.parts(model, layer, 0, part.history_tokens):
+        history = keys.new_empty(part.history_tokens if with_history else 0, keys.shape[1])
+        for known in part.history.parts(model, layer, 0, len(history)):
             history[known.positions] = known.keys
         return cls(
             layer=layer,
@@ -151,6 +153,12 @@ def _whole(part: Part, rule: Rule) -> Part:
     member = part.member
     tokens = [*member.token_ids, *member.asked]
     return replace(part, member=msgspec.structs.replace(member, token_ids=tokens))
+
+
+def _as_seen(shared: Shared, segments: Sequence[Span], seen: torch.Tensor) -> Shared:
+    """What is shared of these segments, with what has been seen of it (see `Chooser._see`)."""
+    deviations, scores = seen.tolist()
+    return Shared(shared.tokens, segments, deviations, scores, shared.known)
 
 
 def _choosing(rule: Recovery, parts: Sequence[Part], shared: Shared) -> list[Part]:

@@ -62,6 +62,12 @@ class Run:
     def exact(self) -> int:
         return len(self.token_ids)
 
+    def until(self, tokens: int) -> Run:
+        """Its first tokens; fewer are copied, or the others would be kept, too."""
+        if tokens == len(self.token_ids):
+            return self
+        return Run(self.token_ids[:tokens], self.kv.part(0, tokens))
+
     def parts(self, model: LayeredModel, layer: int, first: int, last: int) -> Iterator[Kept]:
         if first < last:
             keys, values = self.kv.keys[layer][first:last], self.kv.values[layer][first:last]
@@ -81,17 +87,19 @@ rotation, until the pass that takes it over."""
 
 @dataclass(frozen=True)
 class Rows:
-    """What a pass has computed of a prompt: a row of `kv` for each of `positions`, and maybe more.
-
-    Ascending, int64.
-    """
+    """What passes have computed of a prompt: a row of `kv` for each of `positions`, which are int64
+    and ascend."""
 
     positions: torch.Tensor
     kv: KV
 
     def until(self, tokens: int) -> Rows:
-        """Those among the prompt's first `tokens` tokens."""
-        return Rows(self.positions[_between(self.positions, 0, tokens)], self.kv)
+        """Those among the prompt's first `tokens` tokens; fewer are copied, or the others would be
+        kept, too."""
+        count = _between(self.positions, 0, tokens).stop
+        if count == len(self.positions):
+            return self
+        return Rows(self.positions[:count].clone(), self.kv.part(0, count))
 
 
 @dataclass(frozen=True)
@@ -113,11 +121,8 @@ class Mirror:
     history: Run
     history_tokens: int
     own: tuple[Rows, ...]
-
-    @property
-    def new_rows(self) -> int:
-        """How many rows its own pass has computed."""
-        return len(self.own[-1].positions)
+    new_rows: int
+    """How many of its own pass."""
 
     def parts(self, model: LayeredModel, layer: int, first: int, last: int) -> Iterator[Kept]:
         yield from self.history.parts(model, layer, first, min(last, self.history_tokens))
@@ -135,12 +140,12 @@ class Mirror:
     def holds(self) -> list[KV]:
         return [self.canonical.kv, self.history.kv, *(rows.kv for rows in self.own)]
 
-    def begins_in(self, canonical: Run, tokens: int) -> bool:
-        """Whether another canonical sequence has all that the first `tokens` tokens take from this
-        one's, in the same places."""
+    def begins_in(self, token_ids: Sequence[int], tokens: int) -> bool:
+        """Whether another canonical sequence, of `token_ids`, has all that the first `tokens`
+        tokens take from this one's, in the same places."""
         some = _between(self.cached, 0, tokens)
-        last = int(self.sources[some].max()) if len(self.sources[some]) else -1
-        return alike(self.canonical.token_ids, canonical.token_ids) > last
+        last = int(self.sources[some].max()) if some.stop > some.start else -1
+        return alike(self.canonical.token_ids, token_ids) > last
 
 
 def _between(positions: torch.Tensor, first: int, last: int) -> slice:
@@ -149,43 +154,41 @@ def _between(positions: torch.Tensor, first: int, last: int) -> slice:
     return slice(start, max(start, end))
 
 
-def continued(
-    model: LayeredModel,
-    history: History,
-    tokens: int,
-    more: Mirror,
-) -> Mirror:
+def continued(history: History, tokens: int, more: Mirror) -> Mirror:
     """A mirror of a prompt that begins with `tokens` tokens of `history`: what has been made of the
-    rest is `more`, which has no history.
+    rest is `more`, which has no history, and whose canonical sequence has all that those take."""
+    is_exact = tokens <= history.exact
+    exact = max(more.exact, tokens) if is_exact else min(more.exact, history.exact)
+    if isinstance(history, Run):
+        return replace(more, exact=exact, history=history.until(tokens), history_tokens=tokens)
+    assert isinstance(history, Mirror), f"no mirror goes on behind a {type(history).__name__}"
+    assert history.begins_in(more.canonical.token_ids, tokens), "another canonical sequence"
+    cached = _between(history.cached, 0, tokens)
+    before = min(history.history_tokens, tokens)
+    return replace(
+        more,
+        exact=exact,
+        cached=torch.cat([history.cached[cached], more.cached]),
+        sources=torch.cat([history.sources[cached], more.sources]),
+        history=history.history.until(before),
+        history_tokens=before,
+        own=_merged([*(rows.until(tokens) for rows in history.own), *more.own]),
+    )
 
-    What it takes from a canonical sequence that `more`'s does not have within it is copied.
-    """
-    if isinstance(history, Mirror) and history.begins_in(more.canonical, tokens):
-        cached = _between(history.cached, 0, tokens)
-        own = (rows.until(tokens) for rows in history.own)
-        return replace(
-            more,
-            exact=min(more.exact, history.exact) if tokens > history.exact else more.exact,
-            cached=torch.cat([history.cached[cached], more.cached]),
-            sources=torch.cat([history.sources[cached], more.sources]),
-            history=history.history,
-            history_tokens=min(history.history_tokens, tokens),
-            own=(*(rows for rows in own if len(rows.positions)), *more.own),
-        )
-    exact = min(more.exact, history.exact) if tokens > history.exact else more.exact
-    run = history if isinstance(history, Run) else _dense(model, history, tokens)
-    return replace(more, exact=exact, history=run, history_tokens=tokens)
 
-
-def _dense(model: LayeredModel, history: History, tokens: int) -> Run:
-    """A history's first tokens, in memory of their own."""
-    kv = KV()
-    for layer in range(model.layers):
-        parts = list(history.parts(model, layer, 0, tokens))
-        order = torch.cat([part.positions for part in parts]).argsort()
-        kv.keys.append(torch.cat([part.keys for part in parts])[order])
-        kv.values.append(torch.cat([part.values for part in parts])[order])
-    return Run(history.token_ids[:tokens], kv)
+def _merged(own: Sequence[Rows]) -> tuple[Rows, ...]:
+    """The same rows in few parts, however many passes have made them: each is more than twice as
+    long as the next."""
+    parts: list[Rows] = []
+    for rows in own:
+        if not len(rows.positions):
+            continue
+        while parts and len(parts[-1].positions) <= 2 * len(rows.positions):
+            before = parts.pop()
+            positions = torch.cat([before.positions, rows.positions])
+            rows = Rows(positions, before.kv.followed_by(rows.kv))
+        parts.append(rows)
+    return tuple(parts)
 
 
 class RoundStore:
@@ -219,8 +222,9 @@ class RoundStore:
         """What is kept under a name, and how many of `token_ids` it begins with."""
         found = self._kept.get((kind, name), NOTHING)
         common = alike(found.token_ids, token_ids)
-        if common:
-            self._kept.move_to_end((kind, name))
+        if not common:
+            return NOTHING, 0
+        self._kept.move_to_end((kind, name))
         return found, common
 
     def find_run(self, kind: str, name: str, token_ids: Sequence[int]) -> tuple[Run, int]:
@@ -230,14 +234,43 @@ class RoundStore:
         return found, common
 
     def keep(self, kind: str, name: str, one: History) -> None:
-        """Keep something in place of what was kept under its name."""
+        """Keep something in place of what was kept under its name. Where a canonical sequence has
+        grown, mirrors refer to the longer one."""
+        before = self._kept.get((kind, name))
+        if kind == CANONICAL and isinstance(before, Run) and isinstance(one, Run):
+            self._refer(before, one)
         self.drop(kind, name)
         self._kept[kind, name] = one
+        self._hold(one)
+        while self._bytes > self.budget_bytes and len(self._kept) > 1:
+            self.drop(*next(iter(self._kept)))
+
+    def keep_longer(self, kind: str, name: str, run: Run) -> None:
+        """Keep a run, unless what is kept under its name begins so and goes on."""
+        if self.find(kind, name, run.token_ids)[1] < len(run.token_ids):
+            self.keep(kind, name, run)
+
+    def _refer(self, before: Run, now: Run) -> None:
+        if alike(before.token_ids, now.token_ids) < len(before.token_ids):
+            return
+        for place, one in self._kept.items():
+            if isinstance(one, Mirror) and one.canonical is before:
+                mirror = replace(one, canonical=now)
+                self._hold(mirror)
+                self._let_go(one)
+                self._kept[place] = mirror
+
+    def _hold(self, one: History) -> None:
         for kv in one.holds():
             self._bytes += 0 if self._holders[id(kv)] else kv.bytes
             self._holders[id(kv)] += 1
-        while self._bytes > self.budget_bytes and len(self._kept) > 1:
-            self.drop(*next(iter(self._kept)))
+
+    def _let_go(self, one: History) -> None:
+        for kv in one.holds():
+            self._holders[id(kv)] -= 1
+            if not self._holders[id(kv)]:
+                del self._holders[id(kv)]
+                self._bytes -= kv.bytes
 
     def touch(self, kind: str, name: str) -> None:
         """It has been used, if it is kept."""
@@ -258,13 +291,8 @@ class RoundStore:
 
     def drop(self, kind: str, name: str) -> None:
         """Keep nothing under this name; if nothing is, nothing changes."""
-        if (one := self._kept.pop((kind, name), None)) is None:
-            return
-        for kv in one.holds():
-            self._holders[id(kv)] -= 1
-            if not self._holders[id(kv)]:
-                del self._holders[id(kv)]
-                self._bytes -= kv.bytes
+        if (one := self._kept.pop((kind, name), None)) is not None:
+            self._let_go(one)
 
     @property
     def new_rows(self) -> int:
@@ -280,7 +308,9 @@ class RoundStore:
         """Raises AssertionError."""
         held = {id(kv): kv for one in self._kept.values() for kv in one.holds()}
         assert self._bytes == sum(kv.bytes for kv in held.values()), "miscounted bytes"
-        assert held.keys() == self._holders.keys(), "miscounted holders"
+        holders = Counter(id(kv) for one in self._kept.values() for kv in one.holds())
+        assert self._holders == holders, "miscounted holders"
+        assert self._bytes <= self.budget_bytes or len(self._kept) == 1, "more than there is room"
         kept = [one for one in self._kept.values() if isinstance(one, Mirror)]
         for mirror in [*kept, *self.mirrors.values()]:
             tokens = len(mirror.token_ids)

@@ -201,7 +201,7 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
             with self.store.spending("save"):
                 run = _run(attention, self._pages, save)
                 if save.output is None:
-                    self.store.keep(HISTORY, save.name, run)
+                    self.store.keep_longer(HISTORY, save.name, run)
                 else:
                     self.store.keep(WRITTEN, save.name, _put_out(model, run, save.output))
 

@@ -7,6 +7,7 @@ ends by itself or is aborted; one at a time.
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -44,7 +45,6 @@ from td_serve.types import (
     PassSpec,
     PassTokens,
     Piece,
-    Rule,
     SegmentKey,
     Span,
     Written,
@@ -208,8 +208,10 @@ class Passes:
 
     def _play(self, spec: PassSpec) -> Generator[None, None, PassResult]:
         tokens = len(spec.canonical.token_ids)
-        unsettled = [self._part(member, spec.rule, tokens) for member in spec.members]
-        shared = Shared(tokens, _still_shared(spec.canonical, unsettled))
+        unsettled = [self._part(member, spec) for member in spec.members]
+        still = _still_shared(spec.canonical, unsettled)
+        known = _tokens(spec.canonical.segments) - _tokens(still)
+        shared = Shared(tokens, still, known=known)
         self._check_room(unsettled)  # or all that comes before would be for nothing
         with self.store.spending("canonical"):
             canonical, computed = yield from self.canonical(
@@ -226,8 +228,7 @@ class Passes:
         try:
             with self.store.spending("rows"):
                 for batch in batches(parts, self._most_rows):
-                    found |= yield from self._batch(batch, canonical, spec.rule)
-            self.store.touch(CANONICAL, spec.canonical.key)  # it goes after those who hold it
+                    found |= yield from self._batch(batch, canonical, spec)
         except BaseException:
             self.store.release(found)  # nobody will be told of them
             raise
@@ -242,7 +243,7 @@ class Passes:
             raise ValueError(f"{wanted} bytes for {rows} rows, expected at most {room}")
 
     def _batch(
-        self, batch: Sequence[Part], canonical: Run, rule: Rule
+        self, batch: Sequence[Part], canonical: Run, spec: PassSpec
     ) -> Generator[None, None, dict[str, PassTokens]]:
         """Compute some members' rows, and keep what comes of it; their tokens, by request."""
         group = group_of(batch, canonical.kv, self.attention.block_size)
@@ -251,7 +252,7 @@ class Passes:
         for part, share in zip(batch, group.rows.shares, strict=True):
             more = Mirror(
                 token_ids=part.member.token_ids,
-                rule=rule,
+                rule=spec.rule,
                 exact=private(part.member),
                 canonical=canonical,
                 cached=torch.tensor(share.cached, dtype=torch.int64),
@@ -259,9 +260,11 @@ class Passes:
                 history=NOTHING,
                 history_tokens=0,
                 own=(_rows(group.rows, share, computed.kv),),
+                new_rows=share.last - share.first,
             )
-            mirror = continued(self.model, part.history, part.history_tokens, more)
+            mirror = continued(part.history, part.history_tokens, more)
             self.store.mirrors[part.member.request_id] = mirror
+            self.store.touch(CANONICAL, spec.canonical.key)  # it goes after those who hold it
             self.store.keep(HISTORY, part.member.history, mirror)
             found[part.member.request_id] = _count(part, share)
         return found
@@ -335,13 +338,16 @@ class Passes:
             if common:
                 yield place, run.kv.part(0, common)
 
-    def _part(self, member: MemberPass, rule: Rule, tokens: int) -> Part:
-        """A member with what is kept of how its prompt begins, and of the canonical sequence's
-        `tokens` tokens none chosen."""
+    def _part(self, member: MemberPass, spec: PassSpec) -> Part:
+        """A member with what is kept of how its prompt begins, and can be used; of the canonical
+        sequence none is chosen."""
+        token_ids = spec.canonical.token_ids
         history, common = self.store.find(HISTORY, member.history, member.token_ids)
-        if isinstance(history, Mirror) and history.rule != rule:
+        if isinstance(history, Mirror) and (
+            history.rule != spec.rule or not history.begins_in(token_ids, common)
+        ):
             common = min(common, history.exact)
-        return Part(member, history, common, chosen=[False] * tokens)
+        return Part(member, history, common, chosen=[False] * len(token_ids))
 
 
 def _rows(rows: Layout, share: Share, kv: KV) -> Rows:
@@ -352,18 +358,24 @@ def _rows(rows: Layout, share: Share, kv: KV) -> Rows:
 
 def _still_shared(canonical: Canonical, parts: Sequence[Part]) -> list[Span]:
     """The canonical sequence's segments, each from where on somebody still takes it over."""
-    wanted = [span for part in parts for span in part.spans]
-    still = []
-    for one in canonical.segments:
-        end = one.start + one.tokens
-        starts = [
-            max(span.start, one.start)
-            for span in wanted
-            if span.start < end and span.start + span.tokens > one.start
-        ]
-        if starts:
-            still.append(Span(start=min(starts), tokens=end - min(starts)))
-    return still
+    starts = [one.start for one in canonical.segments]
+    first: dict[int, int] = {}
+    for span in {(span.start, span.tokens) for part in parts for span in part.spans}:
+        start, end = span[0], span[0] + span[1]
+        number = max(0, bisect.bisect_right(starts, start) - 1)
+        while number < len(starts) and starts[number] < end:
+            here = max(start, starts[number])
+            if here < starts[number] + canonical.segments[number].tokens:
+                first[number] = min(here, first.get(number, here))
+            number += 1
+    return [
+        Span(start=at, tokens=starts[number] + canonical.segments[number].tokens - at)
+        for number, at in sorted(first.items())
+    ]
+
+
+def _tokens(spans: Sequence[Span]) -> int:
+    return sum(span.tokens for span in spans)
 
 
 def _count(part: Part, share: Share) -> PassTokens:

@@ -16,8 +16,9 @@ from td_serve.types import Span
 
 @dataclass(frozen=True)
 class Shared:
-    """What a rule chooses from: the `segments` of a canonical sequence of `tokens` tokens, in
-    order; what stands before them is nobody's.
+    """What a rule chooses from: `segments` of a canonical sequence of `tokens` tokens, in order, or
+    their ends. What stands before them is nobody's; `known` more tokens are shared, and in all
+    members' histories already.
 
     `deviations` says of each token how far its keys, in a member's own context, are from the
     canonical ones at the rule's check layer: the squared distance over those' squared length. Empty
@@ -30,6 +31,7 @@ class Shared:
     segments: Sequence[Span]
     deviations: Sequence[float] = ()
     scores: Sequence[float] = ()
+    known: int = 0
 
     def places(self) -> list[int]:
         """Every shared token's place in the canonical sequence, in order."""

@@ -19,9 +19,9 @@ from td_serve.pic.base import Settled, Shared, mask
 
 class HighestDeviation:
     """Those that deviate most, or matter most where that is known, in runs of `run` tokens: as many
-    as it takes until the others deviate by `left` or less, averaged over all shared tokens. Where
-    that is more than a share `ratio` of them, nothing is chosen. Without such a goal (`left` 0) it
-    is that share.
+    as it takes until the others deviate by `left` or less, averaged over all that are not known
+    yet. Where that is more than a share `ratio` of all, nothing is chosen. Without such a goal
+    (`left` 0) it is that share.
 
     `first` is a rule whose choice comes first and counts, even where it is more than that.
     """
@@ -44,7 +44,9 @@ class HighestDeviation:
         goal = self._left * len(places)
         is_too_much = False
         made = mask(shared, ()) if self._first is None else self._first.chosen(shared)
-        budget = round(self._ratio * len(places)) - sum(made)
+        # What is too much is so of all that is shared; a share without a goal, of what is new.
+        total = len(places) + (shared.known if goal > 0 else 0)
+        budget = round(self._ratio * total) - sum(made)
         left = sum(shared.deviations[place] for place in places if not made[place])
         runs = [places[start : start + self._run] for start in range(0, len(places), self._run)]
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from td_serve.segments import key
-from td_serve.types import Canonical, Piece, RequestId, Rule, RuleName, Span
+from td_serve.types import Canonical, Piece, Rule, RuleName, Span
 from tests.engine.test_passes import FULL, HEADER, NONE, Engine, Member, spec_of, tokens
 from tests.engine.test_passes import engine as engine
 from tests.engine.test_passes import model as model
@@ -90,12 +90,9 @@ def test_what_another_rule_has_made_is_not_taken_over(engine: Engine) -> None:
             assert engine.answers(transcript.members, load=False) == answers
 
 
-def test_what_goes_on_behind_another_canonical_sequence_is_kept_all_the_same(
-    engine: Engine,
-) -> None:
+def test_of_what_another_canonical_sequence_had_only_what_is_exact_is_kept(engine: Engine) -> None:
     """The first round's text is no segment any more: it is everybody's own history now."""
-    first = Transcript("another", 1)
-    _, _, _ = play(engine, first, FIRST)
+    play(engine, Transcript("another", 1), FIRST)
     second = Transcript("another", 2)
     span = second.canonical.segments[1]
     text = second.canonical.token_ids[span.start : span.start + span.tokens]
@@ -107,15 +104,80 @@ def test_what_goes_on_behind_another_canonical_sequence_is_kept_all_the_same(
     for member in second.members:
         piece = msgspec.structs.replace(member.spec.pieces[1], source=HEADER)
         member.spec = msgspec.structs.replace(member.spec, pieces=[piece])
-    local, computed, _ = play(engine, second, FIRST)
-    assert local == [len(member.spec.token_ids) for member in first.members]
-    assert computed == [9 + FIRST.k] * 3
-    for member in second.members:  # once more
-        name = RequestId(f"{member.spec.request_id}-again")
-        member.spec = msgspec.structs.replace(member.spec, request_id=name)
-    local, computed, _ = play(engine, second, FIRST)
+    local, _, answers = play(engine, second, FULL)
+    assert local == [40, 70, 100]
+    assert answers == engine.answers(second.members, load=False)
+
+
+DEVIATING = [
+    Rule(name=RuleName.HKVD, ratio=0.3, depth=0.5, weighed=True),
+    Rule(name=RuleName.HKVD, ratio=0.3, depth=0.5, own=True),
+    Rule(name=RuleName.HKVD, ratio=0.3, depth=0.5, own=True, weighed=True),
+    Rule(name=RuleName.HKVD, ratio=1.0, left=0.01, depth=0.5, weighed=True),
+]
+
+
+@pytest.mark.parametrize("rule", DEVIATING)
+def test_who_has_it_all_already_computes_nothing_whatever_the_rule(
+    engine: Engine, rule: Rule
+) -> None:
+    """A round that is played again; and one in which a member comes anew."""
+    name = f"again-{msgspec.json.encode(rule).decode()}"
+    first = Transcript(name, 2)
+    _, _, answers = play(engine, first, rule)
+    second = Transcript(name, 2)
+    local, computed, found = play(engine, second, rule)
     assert local == [len(member.spec.token_ids) for member in second.members]
-    assert computed == [0, 0, 0]
+    assert (computed, found) == ([0, 0, 0], answers)
+    third = Transcript(name, 2)
+    new = third.members[0]
+    new.spec = msgspec.structs.replace(new.spec, history=f"{name}-new")
+    local, computed, found = play(engine, third, rule)
+    assert local == [0, *(len(member.spec.token_ids) for member in third.members[1:])]
+    assert computed[1:] == [0, 0]
+    assert computed[0] > 0
+    assert found[1:] == answers[1:]
+
+
+def test_a_check_layer_sees_a_history_that_was_blended(engine: Engine) -> None:
+    """With everything chosen by its deviation, answers are those of computing it all, though what
+    came before was taken over."""
+    everything = Rule(name=RuleName.HKVD, ratio=1.0, depth=0.5, weighed=True)
+    for rounds in (1, 2, 3):
+        transcript = Transcript("seen", rounds)
+        _, computed, answers = play(engine, transcript, everything)
+        assert computed == [
+            SAID[rounds - 1] + (9 if rounds > 1 else 40 + 30 * agent) for agent in range(3)
+        ]
+        assert engine.answers(transcript.members, load=False) == answers
+
+
+def test_many_rounds_leave_no_more_than_the_last_one_needs(model: Path) -> None:
+    """Texts change from round to round, and histories grow: what was of other texts is gone."""
+    room = 4 * 2 * 2 * 64 * 4 * 600  # of 600 tokens: layers, keys and values, heads, numbers, bytes
+    small = Engine(model, store_bytes=room)
+    try:
+        assert small.call("td_why_no_passes") is None
+        for number in range(12):
+            transcript = Transcript(f"none-{number}", 1, seed=number)
+            for agent, member in enumerate(transcript.members):
+                more = tokens(5 * number, 900 + agent)
+                prompt = [*member.spec.token_ids[: 40 + 30 * agent], *more]
+                text = member.spec.token_ids[40 + 30 * agent :]
+                piece = msgspec.structs.replace(member.spec.pieces[0], start=len(prompt))
+                member.spec = msgspec.structs.replace(
+                    member.spec,
+                    token_ids=[*prompt, *text],
+                    pieces=[piece],
+                    history=f"grows-{agent}",
+                )
+                member.prompt = [*member.spec.token_ids, 5, 6, 7]
+            local, _, _ = play(small, transcript, FIRST)
+            if number:
+                assert local == [40 + 30 * agent + 5 * (number - 1) for agent in range(3)]
+            assert small.mirrors() == 0
+    finally:
+        small.close()
 
 
 def test_a_family_takes_little_more_than_what_is_shared_once(model: Path) -> None:
@@ -130,5 +192,10 @@ def test_a_family_takes_little_more_than_what_is_shared_once(model: Path) -> Non
             if rounds > 1:
                 before = [len(one.spec.token_ids) for one in Transcript("", rounds - 1).members]
                 assert local == before
+            assert small.mirrors() == 0
+        again = Transcript("small", 3)
+        assert small.call("td_known", again.canonical.key, again.canonical.token_ids) == len(
+            again.canonical.token_ids
+        ), "it goes last"
     finally:
         small.close()

@@ -161,10 +161,14 @@ class Rounds(RuleBasedStateMachine):
                 known = alike(kept.token_ids, member.token_ids)
                 if kept.by != spec.rule:
                     known = min(known, kept.exact)
-                assert counted.local in (0, known)
-                Rounds.dropped += counted.local < known
+                # Of what another canonical sequence had in other places, the prompt's own is left.
+                assert counted.local in (0, known, min(known, kept.exact))
+                Rounds.dropped += counted.local < min(known, kept.exact)
                 Rounds.went_on += counted.local > kept.exact
-                exact = min(private, kept.exact) if counted.local > kept.exact else private
+                if counted.local > kept.exact:
+                    exact = min(private, kept.exact)
+                else:
+                    exact = max(private, counted.local)
                 self._kept[member.history] = Kept(member.token_ids, spec.rule, exact)
             if spec.rule.name is RuleName.NONE:
                 assert counted.selected == 0
