@@ -475,7 +475,7 @@ class PassTokens(_Wire, frozen=True, kw_only=True):
     `local` was kept from earlier rounds, `reused` taken from the canonical sequence, `selected`
     shared and computed anew all the same, `new` its own. `left` is how far what was reused deviates
     from what it would be in the context of those members that the rule has looked at, averaged over
-    all shared tokens; None where it has not looked.
+    all shared tokens that were not all members' already; None where it has not looked.
     """
 
     prompt: int
