@@ -1,8 +1,8 @@
 """Which shared tokens the members of a pass compute anew, by the rule of its plan.
 
 A rule that goes by deviations has a check layer: up to there all shared tokens behind a member's
-history are computed in its own context. For a choice of the whole group's those members do, in
-order, who have something shared that nobody before them has; for choices of their own, every one.
+history are computed in its own context. For a choice of the whole group's a few members do
+who together have all of it; for choices of their own, every one.
 """
 
 from __future__ import annotations
@@ -170,14 +170,15 @@ def _choosing(rule: Recovery, parts: Sequence[Part], shared: Shared) -> list[Par
 
 
 def _covering(parts: Sequence[Part]) -> list[Part]:
-    """Members, in order, of whom each has something shared that those before it have not."""
+    """Few members who together have all that is shared: those with most of it come first, each has
+    something that those before it have not."""
     seen: set[int] = set()
     some = []
-    for part in parts:
-        pieces = {piece.source for piece in part.pieces}
-        if not pieces <= seen:
+    for part in sorted(parts, key=lambda part: -sum(piece.tokens for piece in part.pieces)):
+        places = set(Shared(0, part.spans).places())
+        if not places <= seen:
             some.append(part)
-            seen |= pieces
+            seen |= places
     return some
 
 

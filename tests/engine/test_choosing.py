@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from td_serve.engine.choosing import Chooser
+from td_serve.engine.choosing import Chooser, _covering
 from td_serve.engine.collective import run_pass
 from td_serve.engine.kept import NOTHING, Run
 from td_serve.engine.model import VllmModel
@@ -264,3 +264,25 @@ def test_a_kept_history_gives_the_same_choice_as_a_computed_one(
 
     computed, kept = engine.in_worker(work)
     assert computed == kept
+
+
+def test_as_few_members_are_looked_at_as_have_everything() -> None:
+    """One whose history reaches some tokens into what is shared does not make it two."""
+
+    def of(name: str, *pieces: tuple[int, int], known: int = 0) -> Part:
+        """Behind 10 tokens of its own: (tokens, source) of each piece."""
+        at, placed = 10, []
+        for count, source in pieces:
+            placed.append(Piece(start=at, tokens=count, source=source))
+            at += count
+        member = MemberPass(
+            request_id=RequestId(name), history=name, token_ids=[0] * at, pieces=placed
+        )
+        return Part(member, NOTHING, known, ())
+
+    ada = of("ada", (30, 0), (20, 30), known=16)
+    bo = of("bo", (30, 0), (20, 30))
+    cyd = of("cyd", (20, 30), (40, 50))
+    assert _covering([ada, bo]) == [bo]
+    assert _covering([ada]) == [ada]
+    assert _covering([ada, bo, cyd]) == [cyd, bo]
