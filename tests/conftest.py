@@ -56,13 +56,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneDeploymen
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deployments that want to be alone come last, when nobody needs the one that many have."""
+    """Memory is what limits: deployments beside the one that many have come first, while the other
+    process is small; those that want to be alone last, when nobody needs that one any more."""
 
-    def is_alone(item: pytest.Item) -> bool:
+    def turn(item: pytest.Item) -> int:
         marker = item.get_closest_marker("cluster")
-        return marker is not None and bool(marker.kwargs.get("alone"))
+        if marker is None:
+            return 1
+        return 0 if marker.kwargs.get("beside") else 2 if marker.kwargs.get("alone") else 1
 
-    items.sort(key=is_alone)
+    items.sort(key=turn)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import pytest
 from td_serve.tenants import digest
 from tests.cluster.harness import Cluster, cluster_file, complete
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.cluster(beside=True)
 
 MODEL = "tiny"
 REPLY = 80
