@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -27,6 +28,10 @@ os.environ.update(
 
 from tests.cluster.harness import ROOT, Cluster, cluster_file
 from tests.plain import plain_engine
+
+# On a busy machine anything may take long once.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # A shell has what it runs in the background ignore interrupts, and so would every command that a
 # test starts in order to interrupt it.
