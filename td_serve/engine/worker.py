@@ -282,7 +282,11 @@ class Passes:
         guess, alike_guess = self.store.find_run(AHEAD, wanted.key, wanted.token_ids)
         common = max(alike_kept, alike_guess)
         run = guess if alike_guess > alike_kept else kept
-        kind = AHEAD if is_guess and alike_kept < kept.kv.tokens else CANONICAL
+        # What has nothing in common with the guess is there, too, but was not found.
+        goes_on_otherwise = alike_kept < kept.kv.tokens or (
+            not alike_kept and self.store.has(CANONICAL, wanted.key)
+        )
+        kind = AHEAD if is_guess and goes_on_otherwise else CANONICAL
         if not is_guess:
             self.store.drop(AHEAD, wanted.key)
             if run is guess:

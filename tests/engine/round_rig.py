@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from td_serve.config import DispatchSettings
 from td_serve.dispatch import Dispatcher
@@ -26,12 +29,31 @@ from td_serve.types import (
     SessionId,
     Span,
 )
-from tests.engine.rig import make_request, some_tokens
+from tests.engine.rig import CONVERSATIONS, ENGINE, NIXL, make_request, some_tokens
 
 HEADER = 20
 SEGMENTS = (64, 33, 90)
 FULL = Rule(name=RuleName.FULL)
 NONE = Rule(name=RuleName.NONE)
+
+
+def start(model: Path, lease_s: int) -> LocalEngines:
+    """A prefill and a decode engine. What a prefill leaves for nobody is pinned for `lease_s`."""
+    engine = msgspec.structs.replace(ENGINE, enable_prefix_caching=True)
+    nixl = msgspec.structs.replace(NIXL, lease_s=lease_s)
+    return LocalEngines.start(str(model), engine, nixl, CONVERSATIONS)
+
+
+async def until_nothing_stays(engines: LocalEngines) -> None:
+    """Nothing is held, pinned, leased, or kept to be loaded or taken over. Raises TimeoutError."""
+    prefill, decode = engines.hosts
+    async with asyncio.timeout(30):
+        while (await decode.lease_counts()).held:  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.05)
+        while any(host.state().kv_usage for host in engines.hosts):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        while await prefill.mirrors() or await prefill._passes.written():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 class Shared:

@@ -27,9 +27,6 @@ from td_serve.types import (
 )
 from tests.engine.rig import (
     BLOCK,
-    CONVERSATIONS,
-    ENGINE,
-    NIXL,
     Oracle,
     make_request,
     new_conversation,
@@ -44,6 +41,8 @@ from tests.engine.round_rig import (
     is_blended,
     play,
     round_of,
+    start,
+    until_nothing_stays,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -51,10 +50,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tiny: Path) -> AsyncIterator[LocalEngines]:
-    engine = msgspec.structs.replace(ENGINE, enable_prefix_caching=True)
     # What is pinned for nobody stays so for longer than any test waits.
-    nixl = msgspec.structs.replace(NIXL, lease_s=600)
-    engines = LocalEngines.start(str(tiny), engine, nixl, CONVERSATIONS)
+    engines = start(tiny, lease_s=600)
     yield engines
     engines.close()
 
@@ -62,14 +59,7 @@ async def engines(tiny: Path) -> AsyncIterator[LocalEngines]:
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def nothing_stays(engines: LocalEngines) -> AsyncIterator[None]:
     yield
-    prefill, decode = engines.hosts
-    async with asyncio.timeout(30):
-        while (await decode.lease_counts()).held:  # noqa: ASYNC110 - another process's
-            await asyncio.sleep(0.05)
-        while any(host.state().kv_usage for host in engines.hosts):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        while await prefill.mirrors() or await prefill._passes.written():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until_nothing_stays(engines)
 
 
 class Author:

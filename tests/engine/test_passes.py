@@ -303,6 +303,11 @@ def test_a_wrong_guess_takes_nothing_away_and_a_right_one_is_found(engine: Engin
     assert computed(first, wrong, third) == 33
     assert computed(first, wrong, third, second, is_guess=True) == 50
     assert computed(first, wrong, third, second) == 0
+    stranger = msgspec.structs.replace(
+        canonical_of(round_, first), token_ids=tokens(40, 5), segments=[]
+    )
+    assert engine.run(PassSpec(canonical=stranger, rule=NONE, members=[])).canonical == 40
+    assert computed(first, wrong, third, second) == 0, "nor does one with nothing in common"
 
 
 def test_what_turns_have_put_out_is_taken_as_it_was_decoded(engine: Engine) -> None:

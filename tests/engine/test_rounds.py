@@ -51,6 +51,8 @@ from tests.engine.round_rig import (
     is_blended,
     play,
     round_of,
+    start,
+    until_nothing_stays,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -58,10 +60,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tiny: Path) -> AsyncIterator[LocalEngines]:
-    engine = msgspec.structs.replace(ENGINE, enable_prefix_caching=True)
     # What nobody was told of in time is pinned until its lease ends: soon.
-    nixl = msgspec.structs.replace(NIXL, lease_s=8)
-    engines = LocalEngines.start(str(tiny), engine, nixl, CONVERSATIONS)
+    engines = start(tiny, lease_s=8)
     yield engines
     engines.close()
 
@@ -69,11 +69,7 @@ async def engines(tiny: Path) -> AsyncIterator[LocalEngines]:
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def nothing_stays(engines: LocalEngines) -> AsyncIterator[None]:
     yield
-    async with asyncio.timeout(30):
-        while any(host.state().kv_usage for host in engines.hosts):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        while await engines.hosts[0].mirrors():  # noqa: ASYNC110 - another process's
-            await asyncio.sleep(0.05)
+    await until_nothing_stays(engines)
 
 
 async def test_a_pass_that_computes_everything_gives_the_engines_own_answers(
