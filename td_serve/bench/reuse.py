@@ -1,16 +1,16 @@
 """What prefilling a round as one unit saves, and what it costs in fidelity, on a recorded trace.
 
-One engine in this process. Each way plays the round before (which warms what it keeps) and then the
-measured one, from the same prompts: vLLM's own prefix caching, the same with the shared text first,
-and passes by each rule, together and member by member. A rule's speed is printed only after a pass
-that computes everything has given the engine's own tokens.
+One engine in this process. Each way plays some rounds before (which warm what it keeps) and then
+the measured one, from the same prompts: vLLM's own prefix caching, the same with the shared text
+first, and passes by each rule, together and member by member. A rule's speed is printed only after
+a pass that computes everything has given the engine's own tokens.
 """
 
 from __future__ import annotations
 
-import itertools
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -34,12 +34,12 @@ from td_serve.errors import TdServeError
 from td_serve.reuse import Reuse, plan_reuse
 from td_serve.segments import alike
 from td_serve.sim.layouts import Layout
-from td_serve.sim.trace import read_trace
+from td_serve.sim.trace import Trace, read_trace
 from td_serve.types import SessionId
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """`rounds` rounds of a trace from `first` on, each after the one before it.
+    """`rounds` rounds of a trace from `first` on, each after the `past` rounds before it.
 
     Prompts have `layout`, except where the shared text is put first to compare. The trace's first
     `agents` agents take part (None: all), and hear all that spoke.
@@ -51,11 +51,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     agents: int | None = None
     first: int = 1
     rounds: int = 1
+    past: int = 1
     layout: Layout = Layout.HISTORY_FIRST
     window: int = 8192
     dtype: str = "float32"
     speed: bool = True
     fidelity: bool = False
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A round of the trace: what is asked in it, with the shared text first, too; and the turns in
+    which was said what it hears."""
+
+    number: int
+    members: Round
+    shared_first: Round
+    authors: Authors
 
 
 def bench_reuse(options: Options, say: Callable[[str], None]) -> Result:
@@ -66,35 +78,52 @@ def bench_reuse(options: Options, say: Callable[[str], None]) -> Result:
     """
     from td_serve.models.resolve import resolve
 
+    if options.past > options.first:
+        raise TdServeError(
+            f"--past: {options.past}, expected at most {options.first}: there are no more rounds "
+            f"before round {options.first}"
+        )
     trace = read_trace(options.trace)
     prompts = Prompts(resolve(options.model), options.window, SCORED)
-    span = (options.agents, options.first - 1, options.rounds + 1)
-    played = prompts.rounds(trace, *span, options.layout)
+    first = options.first - options.past
+    span = (options.agents, first, options.rounds + options.past)
+    asked = prompts.rounds(trace, *span, options.layout)
     cut = prompts.cuts
+    rounds = [
+        _Asked(
+            number,
+            members,
+            prompts.rounds(trace, options.agents, number, 1, Layout.SHARED_FIRST)[0],
+            _authors(trace, number - 1, options, prompts),
+        )
+        for number, members in enumerate(asked, first)
+    ]
     say("starting the engine")
-    most = max(sum(_tokens(round_)) for round_ in played)
+    most = max(sum(_tokens(one.members)) for one in rounds)
     room = max(3 * most, 2 * options.window)  # or the engine would not take the window
     engine = PassEngine(resolve(options.model), options.dtype, options.window, room)
     bench = _Bench(engine, SessionId(trace.name), options.presets)
     rows: list[Row] = []
     measured: dict[tuple[Preset, bool], Measured] = {}
-    for before, round_ in itertools.pairwise(played):
-        place = played.index(before)
-        number = options.first + place
-        bench.authors = Authors(
-            number - 1, prompts.spoken(trace, number - 1, options.layout), options.window
-        )
-        say(f"round {number}: is a pass that computes everything exact?")
-        answers = bench.check_exact(before, round_)
+    for place in range(options.past, len(rounds)):
+        past, round_ = rounds[place - options.past : place], rounds[place]
+        say(f"round {round_.number}: is a pass that computes everything exact?")
+        answers = bench.check_exact(past, round_)
         if options.fidelity:
-            say(f"round {number}: fidelity")
-            bench.measure(before, round_, answers, measured)
+            say(f"round {round_.number}: fidelity")
+            bench.measure(past, round_, answers, measured)
         if options.speed:
-            laid = prompts.rounds(trace, options.agents, number - 1, 2, Layout.SHARED_FIRST)
-            rows += bench.race(number, before, round_, (laid[0], laid[1]), say)
+            rows += bench.race(past, round_, say)
     close = [fidelity(*which, found) for which, found in measured.items()]
     summary = summarise(options.presets[0], rows, close, bench.tokens)
     return Result(rows=rows, fidelity=close, summary=summary, cut=cut)
+
+
+def _authors(trace: Trace, number: int, options: Options, prompts: Prompts) -> Authors:
+    """Those who spoke in a round, where any preset reads what they said."""
+    is_read = number >= 0 and any(preset.reads_authors for preset in options.presets)
+    spoken = prompts.spoken(trace, number, options.layout) if is_read else []
+    return Authors(number, spoken, options.window)
 
 
 class _Bench:
@@ -104,11 +133,9 @@ class _Bench:
         self._engine = engine
         self._sim = sim
         self._presets = presets
-        self.authors = Authors(0, [], 0)
-        """Those of the round before the measured one."""
         self.tokens: list[Tokens] = []
 
-    def check_exact(self, before: Round, round_: Round) -> dict[str, list[int]]:
+    def check_exact(self, past: Sequence[_Asked], round_: _Asked) -> dict[str, list[int]]:
         """What the engine itself answers.
 
         Raises TdServeError when a pass that computes everything answers otherwise, or when there is
@@ -116,12 +143,12 @@ class _Bench:
         """
         if not self._plan(round_, Preset.FULL, "").passes:
             raise TdServeError(
-                f"trace {self._sim!r}: no two of the {len(round_)} agents have anything in common "
-                "in this round: there is nothing to measure"
+                f"trace {self._sim!r}: no two of the {len(round_.members)} agents have anything in "
+                "common in this round: there is nothing to measure"
             )
         salt = uuid.uuid4().hex
-        wanted = self._engine.play_plain(round_, salt, max_tokens=SCORED).answers
-        self._warm(before, Preset.FULL, salt)
+        wanted = self._engine.play_plain(round_.members, salt, max_tokens=SCORED).answers
+        self._warm(past, Preset.FULL, salt)
         found = self._blend(round_, Preset.FULL, salt, max_tokens=SCORED).answers
         if found != wanted:
             wrong = [agent for agent in wanted if found[agent] != wanted[agent]]
@@ -131,22 +158,15 @@ class _Bench:
             )
         return wanted
 
-    def race(
-        self,
-        number: int,
-        before: Round,
-        round_: Round,
-        shared_first: tuple[Round, Round],
-        say: Callable[[str], None],
-    ) -> list[Row]:
-        """Every way, one after the other, each after the round before."""
+    def race(self, past: Sequence[_Asked], round_: _Asked, say: Callable[[str], None]) -> list[Row]:
+        """Every way, one after the other, each after the rounds before."""
         rows = []
-        for way, play in self._ways(before, round_, shared_first):
+        for way, play in self._ways(past, round_):
             self._engine.forget()
             played = play()
             rows.append(
                 Row(
-                    round=number,
+                    round=round_.number,
                     way=way,
                     seconds=round(played.seconds, 3),
                     **_phases(played),
@@ -155,16 +175,18 @@ class _Bench:
                     blended=len(played.counted),
                 )
             )
-            say(f"round {number}, {way}: {played.seconds:.1f} s")
+            say(f"round {round_.number}, {way}: {played.seconds:.1f} s")
         return rows
 
     def _ways(
-        self, before: Round, round_: Round, shared_first: tuple[Round, Round]
+        self, past: Sequence[_Asked], round_: _Asked
     ) -> list[tuple[str, Callable[[], Played]]]:
-        def plain(earlier: Round, now: Round) -> Callable[[], Played]:
+        def plain(*rounds: Round) -> Callable[[], Played]:
             def play() -> Played:
                 salt = uuid.uuid4().hex
-                self._engine.play_plain(earlier, salt)
+                *before, now = rounds
+                for one in before:
+                    self._engine.play_plain(one, salt)
                 return self._engine.play_plain(now, salt)
 
             return play
@@ -174,10 +196,10 @@ class _Bench:
         ) -> Callable[[], Played]:
             def play() -> Played:
                 salt = uuid.uuid4().hex
-                self._warm(before, preset, salt)
+                self._warm(past, preset, salt)
                 if is_given:
                     reuse = self._plan(round_, preset, salt)
-                    self._engine.bring(reuse, self.authors)
+                    self._engine.bring(reuse, round_.authors)
                     self._engine.prepare(reuse)
                 played = self._blend(round_, preset, salt, together=together)
                 if together and not is_given and preset is self._presets[0]:
@@ -187,8 +209,8 @@ class _Bench:
             return play
 
         return [
-            (VLLM, plain(before, round_)),
-            (SHARED_FIRST, plain(*shared_first)),
+            (VLLM, plain(*(one.members for one in [*past, round_]))),
+            (SHARED_FIRST, plain(*(one.shared_first for one in [*past, round_]))),
             *((preset.value, blended(preset)) for preset in self._presets),
             (ahead(self._presets[0]), blended(self._presets[0], is_given=True)),
             *((serial(preset), blended(preset, together=False)) for preset in self._one_by_one()),
@@ -201,19 +223,17 @@ class _Bench:
 
     def measure(
         self,
-        before: Round,
-        round_: Round,
+        past: Sequence[_Asked],
+        round_: _Asked,
         answers: dict[str, list[int]],
         measured: dict[tuple[Preset, bool], Measured],
     ) -> None:
-        """Add each member's divergences, agreements and match lengths to `measured`."""
-        for reads_authors in (False, True):
-            presets = [one for one in self._presets if one.reads_authors == reads_authors]
-            if presets:
-                self._score(round_, answers, presets, measured)
+        """Add each member's divergences, agreements and match lengths to `measured`. Prompts begin
+        with what the rounds before have left."""
         for preset in self._presets:
             salt = uuid.uuid4().hex
-            self._warm(before, preset, salt)
+            self._warm(past, preset, salt)
+            self._score(round_, answers, preset, salt, measured)
             said = self._blend(round_, preset, salt, max_tokens=SCORED).answers
             measured[preset, False].match += [
                 alike(answers[agent], said[agent]) for agent in answers
@@ -221,24 +241,24 @@ class _Bench:
 
     def _score(
         self,
-        round_: Round,
+        round_: _Asked,
         answers: dict[str, list[int]],
-        presets: Sequence[Preset],
+        preset: Preset,
+        salt: str,
         measured: dict[tuple[Preset, bool], Measured],
     ) -> None:
-        """Divergences and agreements of presets on one base, and of random choices."""
-        reuse = self._plan(round_, presets[0], "", asking=True)
+        """Divergences and agreements of a preset, and of a random choice of as much."""
+        reuse = self._plan(round_, preset, salt)
         spec = reuse.passes[0]
-        self._engine.bring(reuse, self.authors)
-        by_request = {str(one.request_id): agent for agent, one in round_.items()}
+        self._engine.bring(reuse, round_.authors)
+        by_request = {str(one.request_id): agent for agent, one in round_.members.items()}
         # Of an answer's tokens all but the last are read.
         prompts = [
-            [*round_[agent].prompt_token_ids, *answers[agent][: SCORED - 1]]
+            [*round_.members[agent].prompt_token_ids, *answers[agent][: SCORED - 1]]
             for agent in (by_request[str(member.request_id)] for member in spec.members)
         ]
-        which = [(preset, False) for preset in presets]
-        which += [(preset, True) for preset in presets if preset.chooses]
-        asked = [(preset.rule, at_random) for preset, at_random in which]
+        which = [(preset, False), (preset, True)][: 1 + preset.chooses]
+        asked = [(preset.rule, at_random) for _, at_random in which]
         for one, score in zip(which, self._engine.score(spec, prompts, asked, SCORED), strict=True):
             found = measured.setdefault(one, Measured())
             found.kl += score.kl
@@ -246,13 +266,14 @@ class _Bench:
             found.chosen.append(score.chosen)
             found.alone += score.alone
 
-    def _warm(self, before: Round, preset: Preset, salt: str) -> None:
-        """The round before, in the same way: it leaves histories and a header."""
-        self._blend(before, preset, salt)
+    def _warm(self, past: Sequence[_Asked], preset: Preset, salt: str) -> None:
+        """The rounds before, in the same way: they leave histories and a header."""
+        for one in past:
+            self._blend(one, preset, salt)
 
     def _blend(
         self,
-        round_: Round,
+        round_: _Asked,
         preset: Preset,
         salt: str,
         *,
@@ -260,14 +281,13 @@ class _Bench:
         max_tokens: int = 1,
     ) -> Played:
         reuse = self._plan(round_, preset, salt)
-        self._engine.bring(reuse, self.authors)
-        return self._engine.play_passes(round_, reuse, salt, together, max_tokens)
+        self._engine.bring(reuse, round_.authors)
+        return self._engine.play_passes(round_.members, reuse, salt, together, max_tokens)
 
-    def _plan(self, round_: Round, preset: Preset, salt: str, *, asking: bool = False) -> Reuse:
-        """`asking`: with what is asked, for rules that go by it."""
-        rule = msgspec.structs.replace(preset.rule, weighed=True) if asking else preset.rule
-        turns = self.authors.turns if preset.reads_authors else None
-        return plan_reuse(SessionId(f"{self._sim}-{salt}"), round_, rule, _head(round_), turns)
+    def _plan(self, round_: _Asked, preset: Preset, salt: str) -> Reuse:
+        turns = round_.authors.turns if preset.reads_authors else None
+        sim = SessionId(f"{self._sim}-{salt}")
+        return plan_reuse(sim, round_.members, preset.rule, _head(round_.members), turns)
 
 
 def _head(round_: Round) -> list[int]:

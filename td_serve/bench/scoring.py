@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -16,7 +16,7 @@ from td_serve.engine.kv import KV
 from td_serve.engine.parts import Part, batches, group_of
 from td_serve.engine.worker import Passes, PassWorker
 from td_serve.pic.base import Shared, mask
-from td_serve.types import PassSpec, Rule, RuleName, unpack
+from td_serve.types import MemberPass, PassSpec, RequestId, Rule, unpack
 
 T = TypeVar("T")
 
@@ -47,6 +47,7 @@ class ScoringWorker(PassWorker):
     """A worker that also scores rules, and has what was said once for many passes."""
 
     td_said: dict[str, History] | None = None
+    td_exact: _Exact | None = None
 
     def td_bring(self, names: list[str]) -> list[str]:
         """Have these turns' outputs taken over by the next pass. Gives those that never came."""
@@ -62,53 +63,73 @@ class ScoringWorker(PassWorker):
     def td_score(self, packed: bytes, prompts: list[list[int]], asked: bytes, last: int) -> bytes:
         """A `Score` for each of `asked`, of every prompt's `last` tokens; both as JSON lists.
 
-        `prompts` are those of the spec's members, whole. No history is used.
+        `prompts` are those of the spec's members, whole. Members' prompts begin with what a pass by
+        the spec's rule would find of them.
         """
+        spec = unpack(packed, PassSpec)
+        named = msgspec.json.decode(asked, type=list[Asked])
+        passes = self._td_ready()
         with torch.inference_mode():
-            named = msgspec.json.decode(asked, type=list[Asked])
-            scores = _score(self._td_ready(), unpack(packed, PassSpec), prompts, named, last)
+            if self.td_exact is None or self.td_exact.prompts != prompts:
+                # One for all presets: it is most of the work.
+                self.td_exact = _Exact(prompts, _exact(passes, prompts, last))
+            scores = _score(passes, spec, self.td_exact, named, last)
         return msgspec.json.encode(scores)
 
 
+@dataclass(frozen=True)
+class _Exact:
+    """Whole prompts, and the log-probabilities of what follows on their last tokens when everything
+    is computed, [prompts, last, vocabulary]."""
+
+    prompts: list[list[int]]
+    logprobs: torch.Tensor
+
+
+def _exact(passes: Passes, prompts: list[list[int]], last: int) -> torch.Tensor:
+    members = [
+        MemberPass(request_id=RequestId(str(place)), history="", token_ids=prompt, pieces=[])
+        for place, prompt in enumerate(prompts)
+    ]
+    parts = [Part(member, NOTHING, 0, ()) for member in members]
+    return _logits(passes, parts, KV(), last).log_softmax(-1)
+
+
 def _score(
-    passes: Passes, spec: PassSpec, prompts: list[list[int]], asked: list[Asked], last: int
+    passes: Passes, spec: PassSpec, exact: _Exact, asked: list[Asked], last: int
 ) -> list[Score]:
+    unsettled, shared = passes.unsettled(spec)
     canonical, _ = _finish(passes.canonical(spec.canonical, spec.written))
-    shared = Shared(len(spec.canonical.token_ids), spec.canonical.segments)
-    unsettled = [Part(member, NOTHING, 0, ()) for member in spec.members]
-
-    def parts(one: Asked) -> list[Part]:
-        chosen = _finish(passes.chooser.choose(one.rule, unsettled, canonical.kv, shared))
-        return _at_random(chosen, shared) if one.at_random else chosen
-
-    whole = {
-        member.request_id: msgspec.structs.replace(member, token_ids=prompt)
-        for member, prompt in zip(spec.members, prompts, strict=True)
-    }
-    places = {request_id: place for place, request_id in enumerate(whole)}
-    exact = parts(Asked(Rule(name=RuleName.FULL)))
+    prompts = dict(zip((one.request_id for one in spec.members), exact.prompts, strict=True))
+    places = {request_id: place for place, request_id in enumerate(prompts)}
+    wanted = exact.logprobs
 
     def logprobs(chosen: list[Part]) -> torch.Tensor:
-        """Of all members, [members, last, vocabulary]; exact of those that are not `chosen`."""
-        read = [replace(part, member=whole[part.member.request_id]) for part in chosen]
-        some = _logits(passes, read, canonical.kv, last).log_softmax(-1)
-        if chosen is exact:
-            return some
+        """Of all members; exact of those that are not `chosen`."""
         every = wanted.clone()
-        every[[places[part.member.request_id] for part in chosen]] = some
+        if chosen:
+            read = [_whole(part, prompts[part.member.request_id]) for part in chosen]
+            found = _logits(passes, read, canonical.kv, last).log_softmax(-1)
+            every[[places[part.member.request_id] for part in chosen]] = found
         return every
 
-    wanted = logprobs(exact)
     scores = []
     for one in asked:
-        chosen = parts(one)
-        found = logprobs(chosen) if chosen else wanted
+        chosen = _finish(passes.chooser.choose(one.rule, unsettled, canonical.kv, shared))
+        if one.at_random:
+            chosen = _at_random(chosen, shared)
+        found = logprobs(chosen)
         kl = (wanted.exp() * (wanted - found)).sum(-1)
         same = (wanted.argmax(-1) == found.argmax(-1)).float()
         alone = len(spec.members) - len(chosen)
         share = (alone + _share_chosen(chosen) * len(chosen)) / len(spec.members)
         scores.append(Score(kl.tolist(), same.tolist(), share, alone))
     return scores
+
+
+def _whole(part: Part, prompt: list[int]) -> Part:
+    """The part with all of its member's prompt, and what has been answered."""
+    return replace(part, member=msgspec.structs.replace(part.member, token_ids=prompt))
 
 
 def _at_random(parts: Sequence[Part], shared: Shared) -> list[Part]:

@@ -212,6 +212,13 @@ def _add_reuse(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--rounds", type=_positive, default=1, metavar="R", help="how many (default: 1)"
     )
     bench.add_argument(
+        "--past",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="play so many rounds before each, to begin from what they leave (default: 1)",
+    )
+    bench.add_argument(
         "--presets",
         default="td,none",
         metavar="NAME,…",
@@ -253,6 +260,7 @@ def run_reuse(args: argparse.Namespace) -> int:
         agents=args.agents,
         first=args.first,
         rounds=args.rounds,
+        past=args.past,
         layout=_layout(args.layout),
         window=args.window,
         dtype=args.dtype,

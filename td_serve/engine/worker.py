@@ -207,11 +207,7 @@ class Passes:
             self._under_way = None
 
     def _play(self, spec: PassSpec) -> Generator[None, None, PassResult]:
-        tokens = len(spec.canonical.token_ids)
-        unsettled = [self._part(member, spec) for member in spec.members]
-        still = _still_shared(spec.canonical, unsettled)
-        known = _tokens(spec.canonical.segments) - _tokens(still)
-        shared = Shared(tokens, still, known=known)
+        unsettled, shared = self.unsettled(spec)
         self._check_room(unsettled)  # or all that comes before would be for nothing
         with self.store.spending("canonical"):
             canonical, computed = yield from self.canonical(
@@ -341,6 +337,14 @@ class Passes:
             run, common = self.store.find_run(WRITTEN, one.name, wanted)
             if common:
                 yield place, run.kv.part(0, common)
+
+    def unsettled(self, spec: PassSpec) -> tuple[list[Part], Shared]:
+        """A pass's members with what is kept of how their prompts begin, none of them with a choice
+        yet; and what a rule has to choose from."""
+        parts = [self._part(member, spec) for member in spec.members]
+        still = _still_shared(spec.canonical, parts)
+        known = _tokens(spec.canonical.segments) - _tokens(still)
+        return parts, Shared(len(spec.canonical.token_ids), still, known=known)
 
     def _part(self, member: MemberPass, spec: PassSpec) -> Part:
         """A member with what is kept of how its prompt begins, and can be used; of the canonical

@@ -114,28 +114,29 @@ def test_on_a_real_engine_rounds_are_exact_where_they_must_be(tmp_path: Path) ->
 
 
 @pytest.mark.engine
-def test_a_transcript_shares_what_was_said_in_every_round(tmp_path: Path) -> None:
+def test_a_transcript_goes_on_from_what_earlier_rounds_have_left(tmp_path: Path) -> None:
     """Round 3: the outputs of three rounds, between which everybody has entries of their own."""
     out, model = tmp_path / "out.json", tmp_path / "tiny"
     write_random(model, like="llama", layers=3, kv_heads=2, head_dim=64)
     command = ["bench", "reuse", "--model", str(model), "--trace", str(VILLAGE)]
-    command += [
-        "--first",
-        "3",
-        "--presets",
-        "first_k",
-        "--layout",
-        "transcript",
-        "--window",
-        "4096",
-    ]
+    command += ["--first", "3", "--past", "2", "--presets", "first_k,full", "--fidelity"]
+    command += ["--layout", "transcript", "--window", "4096"]
     program = Path(sys.executable).with_name("td-serve")
     subprocess.run([program, *command, "--json", out], check=True, timeout=300)
     report = json.loads(out.read_text("utf-8"))
     (row,) = [one for one in report["rows"]["speed"] if one["way"] == "first_k"]
     assert row["blended"] > 1
     tokens = report["summary"]["tokens"]
-    assert tokens["reused"] > 0
+    assert tokens["local"] > tokens["reused"] > 0, "all but the last round is there already"
+    found = {one["preset"]: one for one in report["rows"]["fidelity"] if not one["at_random"]}
+    assert found["full"]["kl32_max"] <= 1e-6
+    assert found["first_k"]["kl32_mean"] > 1e-4, "histories that were blended count, too"
+
+
+def test_more_rounds_before_than_there_are_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "reuse", "--trace", str(VILLAGE), "--first", "2", "--past", "3"]
+    assert main(command) == EXIT_ERROR
+    assert "--past: 3, expected at most 2" in capsys.readouterr().err
 
 
 def test_a_layout_with_nothing_to_blend_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
