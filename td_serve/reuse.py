@@ -1,7 +1,8 @@
 """Which members of a round are prefilled by one pass, and what each takes from the others. Pure.
 
 Prompts come cut into segments. Those that several members have, in one order for all, make the
-round's canonical sequence; a member whose order is another, or who shares nothing, is served alone.
+round's canonical sequence. What stands elsewhere in a member's prompt is its own; a member of whose
+shared texts most do, or who shares nothing, is served alone.
 What all prompts begin with, position for position, is no segment: it stands in everybody's own
 history, and in the header of the canonical sequence, so that what is shared was computed after what
 it is read after. Every prompt's last segment is its own: what is answered is always computed.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
 
 from td_serve.authors import Turn, find_written
+from td_serve.orders import aligned, one_order
 from td_serve.segments import alike, key
 from td_serve.types import (
     AgentId,
@@ -41,6 +43,10 @@ class _Segment:
     key: SegmentKey
     start: int
     end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
 
 
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,16 +141,23 @@ def _plan_group(
     # The last one is what is answered.
     inner = {agent: found[begin:-1] for agent, found in prompts.items()}
     counts = Counter(one for found in inner.values() for one in {part.key for part in found})
-    shared = {one for one, count in counts.items() if count > 1}
-    order = _one_order(inner, shared)
-    place = {one: number for number, one in enumerate(order)}
-    fitting = {}
+    some = {
+        agent: [part for part in found if counts[part.key] > 1] for agent, found in inner.items()
+    }
+    tokens = {part.key: part.tokens for found in some.values() for part in found}
+    keys = {agent: [part.key for part in found] for agent, found in some.items()}
+    order = one_order(keys.values(), tokens)
+    fitting: dict[AgentId, list[tuple[_Segment, int]]] = {}
     for agent, request in group.items():
-        parts = _first_of_each(inner[agent], shared)
-        places = [place[part.key] for part in parts]
-        if not parts:
+        places = aligned(keys[agent], order, tokens)
+        parts = [
+            (part, place)
+            for part, place in zip(some[agent], places, strict=True)
+            if place is not None
+        ]
+        if not some[agent]:
             reasons[request.request_id] = Alone.NOTHING_SHARED
-        elif places != sorted(places):
+        elif 2 * _tokens(part for part, _ in parts) < _tokens(some[agent]):
             reasons[request.request_id] = Alone.OTHER_ORDER
         else:
             fitting[agent] = parts
@@ -152,17 +165,17 @@ def _plan_group(
         reasons.update((group[agent].request_id, Alone.NOBODY_ELSE) for agent in fitting)
         return None
     texts = {
-        part.key: group[agent].prompt_token_ids[part.start : part.end]
+        place: group[agent].prompt_token_ids[part.start : part.end]
         for agent, parts in fitting.items()
-        for part in parts
+        for part, place in parts
     }
     first = next(iter(fitting))
     salt = group[first].cache_salt
     scope = [sim, salt or "", *([] if turns is None else ["as written"])]
     common = group[first].prompt_token_ids[: prompts[first][begin].start]
     common = common[alike(head, common) :]  # both begin as the template does
-    named = [one for one in order if one in texts]
-    canonical = _canonical(scope, [*head, *common], [texts[one] for one in named])
+    named = sorted(texts)
+    canonical = _canonical(scope, [*head, *common], [texts[place] for place in named])
     sources = dict(zip(named, canonical.segments, strict=True))
     return PassSpec(
         canonical=canonical,
@@ -193,37 +206,8 @@ def _common_beginning(prompts: Sequence[Sequence[_Segment]]) -> int:
     return min([count, *(len(prompt) - 1 for prompt in prompts)])
 
 
-def _one_order(
-    inner: Mapping[AgentId, Sequence[_Segment]], shared: set[SegmentKey]
-) -> list[SegmentKey]:
-    """One order of the shared segments: that of most members, then what others have more.
-
-    What a member has more than those before it comes after what it stands behind there.
-    """
-    orders = Counter(
-        tuple(part.key for part in _first_of_each(found, shared)) for found in inner.values()
-    )
-    after: dict[SegmentKey | None, SegmentKey | None] = {None: None}  # from the beginning on
-    # Of as many the one that says more, then the first member's.
-    for found in sorted(orders, key=lambda one: (-orders[one], -len(one))):
-        before: SegmentKey | None = None
-        for one in found:
-            if one not in after:
-                after[one], after[before] = after[before], one
-            before = one
-    order: list[SegmentKey] = []
-    while (following := after[order[-1] if order else None]) is not None:
-        order.append(following)
-    return order
-
-
-def _first_of_each(found: Sequence[_Segment], shared: set[SegmentKey]) -> list[_Segment]:
-    """A member's shared segments; of one that stands there twice the first."""
-    parts: dict[SegmentKey, _Segment] = {}
-    for part in found:
-        if part.key in shared:
-            parts.setdefault(part.key, part)
-    return list(parts.values())
+def _tokens(parts: Iterable[_Segment]) -> int:
+    return sum(part.tokens for part in parts)
 
 
 def _canonical(
@@ -242,16 +226,17 @@ def _member(
     history: str,
     rule: Rule,
     request: GenerateRequest,
-    parts: Sequence[_Segment],
-    sources: Mapping[SegmentKey, Span],
+    parts: Sequence[tuple[_Segment, int]],
+    sources: Mapping[int, Span],
 ) -> MemberPass:
+    end = parts[-1][0].end
     return MemberPass(
         request_id=request.request_id,
         history=history,
-        token_ids=request.prompt_token_ids[: parts[-1].end],
-        asked=request.prompt_token_ids[parts[-1].end :] if rule.weighed else [],
+        token_ids=request.prompt_token_ids[:end],
+        asked=request.prompt_token_ids[end:] if rule.weighed else [],
         pieces=[
-            Piece(start=part.start, tokens=part.end - part.start, source=sources[part.key].start)
-            for part in parts
+            Piece(start=part.start, tokens=part.tokens, source=sources[place].start)
+            for part, place in parts
         ],
     )

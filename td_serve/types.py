@@ -380,7 +380,7 @@ class Alone(enum.Enum):
     ONE_SEGMENT = "its prompt is one segment"
     COMPUTED_WHERE_DECODED = "its prompt is computed where it is decoded"
     NOTHING_SHARED = "it shares no segment with others"
-    OTHER_ORDER = "its segments stand in another order than the others'"
+    OTHER_ORDER = "most of its segments stand in another order than the others'"
     NOBODY_ELSE = "nobody else fits"
 
 

@@ -105,15 +105,37 @@ def test_own_words_may_be_left_out() -> None:
     assert spec.canonical.token_ids[len(HEAD) :] == [*A, *B, *C]
 
 
-def test_who_has_another_order_is_served_alone() -> None:
+def test_what_stands_elsewhere_is_computed() -> None:
     reuse = plan(
         request("ada", ADA, A, B, [201]),
         request("bo", BO, A, B, [202]),
         request("cyd", CYD, B, A, [203]),
     )
     (spec,) = reuse.passes
+    (cyd,) = [part for part in spec.members if part.request_id == "cyd"]
+    assert cyd.token_ids == [*CYD, *B], "the longer of the two; what follows is not in order"
+    assert [piece.source for piece in cyd.pieces] == [len([*HEAD, *A])]
+
+
+def test_whose_texts_mostly_stand_elsewhere_is_served_alone() -> None:
+    texts = [[10 * number, 10 * number + 1] for number in range(1, 6)]
+    reuse = plan(
+        request("ada", ADA, *texts, [201]),
+        request("bo", BO, *texts, [202]),
+        request("cyd", CYD, *reversed(texts), [203]),
+    )
+    (spec,) = reuse.passes
     assert [part.request_id for part in spec.members] == ["ada", "bo"]
     assert reuse.reasons == {"cyd": Alone.OTHER_ORDER}
+
+
+def test_what_is_said_again_is_shared_again() -> None:
+    reuse = plan(
+        request("ada", ADA, A, B, [9], A, C, [201]), request("bo", BO, A, B, [8], A, C, [202])
+    )
+    (spec,) = reuse.passes
+    assert spec.canonical.token_ids == [*HEAD, *A, *B, *A, *C]
+    assert [len(part.pieces) for part in spec.members] == [4, 4]
 
 
 def test_what_is_answered_is_never_reused() -> None:
