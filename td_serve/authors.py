@@ -60,7 +60,11 @@ def find_written(tokens: Sequence[int], turns: Sequence[Turn], salt: str | None)
         core = turn.token_ids[EDGE : len(turn.token_ids) - EDGE]
         if len(core) < SHORTEST:
             continue
+        end = list(core[-_KEY:])
         for at in places.get(tuple(core[:_KEY]), ()):
+            # Their ends first: what goes round in circles begins alike wherever one looks.
+            if list(tokens[at + len(core) - _KEY : at + len(core)]) != end:
+                continue
             if list(tokens[at : at + len(core)]) == list(core):
                 written = _whole(tokens, turn, at)
                 if written.piece.tokens > 0:

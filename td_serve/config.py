@@ -10,34 +10,29 @@ with the key's path, what stood there and the nearest valid name.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from td_serve import strict
 from td_serve.errors import ConfigError
+from td_serve.strict import Fault
 from td_serve.types import Rule, RuleName
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-NonNegative = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+# Upper bounds are there for what no machine has: infinity, and numbers that no wire carries.
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53 - 1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Gibibytes = Annotated[float, msgspec.Meta(ge=2**-10, le=2**20)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Port = Annotated[int, msgspec.Meta(ge=1024, le=65535)]
 
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LONGEST_TENANT = 128
-
-
-class _Fault(ValueError):
-    """What a struct finds wrong at `place` below itself (`.tenants.acme[0]`)."""
-
-    def __init__(self, place: str, what: str) -> None:
-        super().__init__(what)
-        self.place = place
 
 
 class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,14 +46,17 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     `block_size` is in tokens; CPU kernels want a multiple of 32. `grammar_backend` compiles the
     grammars of structured outputs, of all requests the same one. `pass_store_gib` is what a prefill
     engine may keep for rounds that are blended: shared text and histories, and as much again for
-    the members of a pass under way. `extra` holds further engine arguments under vLLM's own names,
+    the members of a pass under way. In histories `pass_store_diffs` says how what was computed anew
+    of shared texts is kept, `pass_store_private` what is an agent's own: `lossless`, or as what it
+    differs by, or itself, in numbers of 8 or 4 bits (`td-serve bench storage` says what they save
+    and what they cost). `extra` holds further engine arguments under vLLM's own names,
     `env` further environment variables of the engine's process.
     """
 
     dtype: str = "auto"
     max_model_len: Positive | None = None
     block_size: Positive = 32
-    kv_cache_gib: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    kv_cache_gib: Gibibytes | None = None
     max_num_seqs: Positive | None = None
     max_num_batched_tokens: Positive | None = None
     tensor_parallel_size: Positive = 1
@@ -66,7 +64,9 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     seed: NonNegative = 0
     grammar_backend: Literal["xgrammar", "guidance"] = "xgrammar"
-    pass_store_gib: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    pass_store_gib: Gibibytes = 1.0
+    pass_store_diffs: Literal["lossless", "int8", "int4"] = "lossless"
+    pass_store_private: Literal["lossless", "int8"] = "lossless"
     extra: dict[str, Any] = {}
     env: dict[str, str] = {}
 
@@ -339,28 +339,28 @@ def _check_tenants(tenants: Mapping[str, list[str]]) -> None:
         _check_name(name)
         place = f".tenants.{name}"
         if not digests:
-            raise _Fault(place, "[], expected the SHA-256 of at least one API key")
+            raise Fault(place, "[], expected the SHA-256 of at least one API key")
         for number, digest in enumerate(digests):
             here = f"{place}[{number}]"
             if not _DIGEST.fullmatch(digest):
                 # What stands there is not shown: it could be the key itself.
-                raise _Fault(
+                raise Fault(
                     here,
                     f"{len(digest)} characters, expected the SHA-256 of an API key: 64 lower-case "
                     "hexadecimal digits",
                 )
             if (other := places.setdefault(digest, here)) != here:
-                raise _Fault(here, f"{digest!r}, which stands at {other[1:]} too, expected once")
+                raise Fault(here, f"{digest!r}, which stands at {other[1:]} too, expected once")
 
 
 def _check_name(tenant: str) -> None:
     if not 1 <= len(tenant) <= _LONGEST_TENANT:
-        raise _Fault(
+        raise Fault(
             ".tenants",
             f"a name of {len(tenant)} characters, {tenant!r}, expected 1 to {_LONGEST_TENANT}",
         )
     if any("\ud800" <= character <= "\udfff" for character in tenant):
-        raise _Fault(".tenants", f"the name {tenant!r}, expected whole characters, no surrogates")
+        raise Fault(".tenants", f"the name {tenant!r}, expected whole characters, no surrogates")
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -371,89 +371,7 @@ def decode(value: object, kind: type[T], *, path: str) -> T:
 
     Raises ConfigError.
     """
-    if unknown := unknown_keys(value, kind, path):
-        raise ConfigError(
-            "\n".join(
-                f"{key_path}: unknown key {name!r}, {nearest(name, known)}"
-                for key_path, name, known in unknown
-            )
-        )
     try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        fault = error.__cause__
-        # msgspec says "Expected `int`, got `str` - at `$.engine.seed`".
-        # And of a mapping's key "- at `key` in `$.env`".
-        what, _, place = str(error).partition(" - at ")
-        where = place.rpartition("`$")[2].removesuffix("`")
-        if isinstance(fault, _Fault):
-            raise ConfigError(f"{path}{where}{fault.place}: {fault}") from None
-        raise ConfigError(f"{path}{where}: {_explained(what, value, kind, place, where)}") from None
-
-
-def _explained(what: str, value: object, kind: Any, place: str, where: str) -> str:
-    """msgspec's `what`, with the value that stood there, or the values that might."""
-    if "[...]" in where:
-        return what  # msgspec does not say under which key: there is no value to show
-    found = _lookup(value, where)
-    if place.startswith("`key`"):
-        # Its values are nobody's business here: among tenants they could be keys.
-        wrong = [key for key in found if not isinstance(key, str)]
-        return f"a name: {what}, got {', '.join(map(repr, wrong))} (quote it)"
-    if what.startswith("Invalid enum value"):
-        choices = [str(one) for one in _choices(kind, where)]
-        return f"{found!r}, {nearest(str(found), choices)} (one of {', '.join(choices)})"
-    return what if where.startswith(".tenants") else f"{what}, got {found!r}"
-
-
-def _choices(kind: Any, where: str) -> tuple[Any, ...]:
-    """What the `Literal` at msgspec's path (`.reuse.rule`) allows."""
-    for step in where.strip(".").split("."):
-        struct = _struct_of(kind)
-        kind = None if struct is None else get_type_hints(struct).get(step)
-    return get_args(kind)
-
-
-def unknown_keys(value: object, kind: Any, path: str) -> list[tuple[str, str, list[str]]]:
-    """Every key in `value` that `kind` lacks: (path of the key, the key, keys known there)."""
-    struct = _struct_of(kind)
-    if struct is None or not isinstance(value, Mapping):
-        return []
-    hints = get_type_hints(struct)
-    known = [field.encode_name for field in msgspec.structs.fields(struct)]
-    found = []
-    for key, item in value.items():
-        if key not in known:
-            found.append((f"{path}.{key}", str(key), known))
-        else:
-            found += unknown_keys(item, hints[key], f"{path}.{key}")
-    return found
-
-
-def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
-    """The struct in `Struct`, `Struct | None` or `Annotated[Struct, …]`, if there is one."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return kind
-    if get_origin(kind) is not None:
-        for part in get_args(kind):
-            if (struct := _struct_of(part)) is not None:
-                return struct
-    return None
-
-
-def _lookup(value: Any, path: str) -> Any:
-    """The part of `value` at msgspec's path (`.engine.seed`, `.port_range[0]`)."""
-    for step in path.replace("[", ".[").strip(".").split("."):
-        if step.startswith("["):
-            value = value[int(step.strip("[]"))]
-        elif step and isinstance(value, Mapping):
-            value = value.get(step)
-    return value
-
-
-def nearest(name: str, known: list[str]) -> str:
-    """A hint for a misspelt name: "did you mean 'x'?", or what is valid."""
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if match:
-        return f"did you mean {match[0]!r}?"
-    return f"valid keys are {', '.join(sorted(known))}"
+        return strict.decode(value, kind, path=path, secret=".tenants")
+    except strict.Wrong as error:
+        raise ConfigError(str(error)) from None

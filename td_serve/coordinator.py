@@ -320,7 +320,7 @@ class RoundCoordinator:
         for why, count in alone.items():
             self._metrics.members_alone[why].inc(float(count))
         log.info(
-            "round %s of sim %r: %d members, %d absent, %d in passes%s",
+            "round %s of sim %r: %d members, %d absent, %d share texts%s",
             round_.number,
             round_.sim,
             len(members),
@@ -347,12 +347,22 @@ class RoundCoordinator:
         if self._settings.reuse.ahead and not self._settings.reuse.reads_authors:
             self._foresee(round_, reuse)
         try:
+            blended = 0
             done = self._dispatcher.engines.prefill_round(work)
             async with contextlib.aclosing(done):
                 async for part in done:
                     if part.error is not None:
                         log.warning("prefill of %s: %s", part.request_id, part.error)
+                    blended += part.handover is not None and part.handover.blended is not None
                     self._hand_to(by_request[part.request_id], part.handover)
+            if reuse.passes:
+                log.info(
+                    "round %s of sim %r: %d of those that share texts were blended, the others "
+                    "prefilled as they are",
+                    round_.number,
+                    round_.sim,
+                    blended,
+                )
         except Unavailable as error:
             log.warning("round %s of sim %r: %s", round_.number, round_.sim, error.message)
         except RequestError:

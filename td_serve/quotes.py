@@ -50,6 +50,9 @@ class Quotes:
     def _length_at(self, prompt: Sequence[int], at: int) -> int:
         """How many tokens of a prompt from `at` on are a text, the longest; 0 if none begins."""
         for text in self._by_beginning.get(tuple(prompt[at : at + _KEY]), ()):
+            # Their ends first: what goes round in circles begins alike wherever one looks.
+            if tuple(prompt[at + len(text) - _KEY : at + len(text)]) != text[-_KEY:]:
+                continue
             if tuple(prompt[at : at + len(text)]) == text:
                 return len(text)
         return 0

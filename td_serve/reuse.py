@@ -52,7 +52,7 @@ class _Segment:
 class Reuse(msgspec.Struct, frozen=True, kw_only=True):
     """The passes of a round, and why members that are in none are served alone.
 
-    `histories` has, of every member, the name under which what its prompts begin with is kept.
+    `histories` has, of every member of whose prompts anything is kept, under which name it is.
     """
 
     passes: list[PassSpec]
@@ -101,12 +101,19 @@ def plan_reuse(
         spec = _plan_group(sim, group, rule, head, reasons, histories, turns)
         if spec is not None:
             passes.append(spec)
-    return Reuse(passes=passes, reasons=reasons, histories=histories)
+    return Reuse(
+        passes=passes,
+        reasons=reasons,
+        histories={one: name for one, name in histories.items() if name},
+    )
 
 
 def _history(sim: SessionId, agent: AgentId, request: GenerateRequest, base: Sequence[str]) -> str:
     """Under which name a member's history is kept: nobody else's, no other salt's, and no other
-    base's."""
+    base's. Empty where none shall be: the request is to leave nothing behind, or to be exact."""
+    membership = request.membership
+    if membership is not None and (membership.exact or not membership.kept):
+        return ""
     return key((sim, request.cache_salt or "", agent, *base), [])
 
 

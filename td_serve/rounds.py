@@ -10,15 +10,18 @@ stand in one order for all agents, word for word, so that a prefill engine can r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence, Set
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from td_serve import strict
 from td_serve.errors import BadRequest
 from td_serve.segments import mark
 from td_serve.tenants import session
 from td_serve.types import AgentId, AgentOutput, Membership, TenantId
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 JOIN = "\n\n"
 
@@ -95,14 +98,29 @@ class RoundRequest(_Body, frozen=True, kw_only=True):
 _OURS = ("model", "messages", "stream", "stream_options", "td_round", "request_id")
 
 
-def check(request: RoundRequest) -> None:
-    """What the types cannot say. Raises BadRequest."""
+def read(body: dict[str, Any], parameters: Set[str]) -> RoundRequest:
+    """The round that a body asks for. `parameters` are those of chat completions.
+
+    Raises BadRequest.
+    """
+    known = {field.name for field in msgspec.structs.fields(RoundRequest)}
+    for name in body:
+        if name not in known and name in parameters and name not in _OURS:
+            raise BadRequest(
+                f"{name}: a parameter of chat completions goes into `completion`", name
+            )
+    request = decode_body(body, RoundRequest)
     for agent, times in Counter(one.agent for one in request.agents).items():
         if times > 1:
             raise BadRequest(f"agents: {agent!r} stands {times} times, expected once", "agents")
-    for name in _OURS:
-        if name in request.completion:
-            raise BadRequest(f"completion.{name}: set by the server", f"completion.{name}")
+    for name in request.completion:
+        place = f"completion.{name}"
+        if name in _OURS:
+            raise BadRequest(f"{place}: set by the server", place)
+        if name not in parameters:
+            hint = strict.nearest(name, sorted(parameters))
+            raise BadRequest(f"{place}: unknown key {name!r}, {hint}", place)
+    return request
 
 
 def messages(
@@ -145,23 +163,10 @@ def membership(tenant: TenantId, request: RoundRequest, position: int) -> Member
     )
 
 
-def decode_body(data: object, kind: type[Any], field: str | None = None) -> Any:
+def decode_body(data: object, kind: type[T], field: str = "") -> T:
     """Decode part of a client's body. `field` is its path there. Raises BadRequest."""
     try:
-        return msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$")
-        path = ((field or "") + where.removesuffix("`")).strip(".") or None
-        got = _at(data, where.removesuffix("`"))
-        said = f"{what}, got {got!r}" if isinstance(got, str | int | float) else what
-        raise BadRequest(f"{path}: {said}" if path else said, field=path) from None
-
-
-def _at(data: Any, path: str) -> Any:
-    """The part of `data` at msgspec's path (`.agents[0].task`); None where there is none."""
-    for step in path.replace("[", ".[").strip(".").split("."):
-        if step.startswith("[") and isinstance(data, list):
-            data = data[int(step[1:-1])] if step[1:-1].isdecimal() else None
-        elif isinstance(data, dict):
-            data = data.get(step)
-    return data
+        return strict.decode(data, kind, path=field)
+    except strict.Wrong as error:
+        message = str(error).removeprefix(".")
+        raise BadRequest(message, field=error.path or None) from None

@@ -414,8 +414,8 @@ class MemberPass(_Wire, frozen=True, kw_only=True):
     """A member's part in a pass: its prompt up to the end of the shared part.
 
     Its result is found under `request_id`, once; `history` names the KV that is kept from round to
-    round of how its prompt begins. `asked` is the rest of its prompt, for rules that
-    go by it.
+    round of how its prompt begins (none is, where it is empty). `asked` is the rest of its prompt,
+    for rules that go by it.
     """
 
     request_id: RequestId

@@ -19,9 +19,9 @@ from td_serve.config import (
     NixlConfig,
     ReplicaConfig,
     decode,
-    unknown_keys,
 )
 from td_serve.errors import ConfigError
+from td_serve.strict import unknown_keys
 
 Path = tuple[str, ...]
 
@@ -449,6 +449,22 @@ def test_a_wrong_choice_is_told_the_right_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         decode({"reuse": {"rule": "hkdv"}}, CoordinatorSettings, path="user_config")
     assert str(caught.value) == (
-        "user_config.reuse.rule: 'hkdv', did you mean 'hkvd'? (one of full, none, first_k, "
-        "first_pages, hkvd, first_k+hkvd, first_pages+hkvd)"
+        "user_config.reuse.rule: 'hkdv', did you mean 'hkvd'? expected one of full, none, first_k, "
+        "first_pages, hkvd, first_k+hkvd, first_pages+hkvd"
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"reuse": {"left": "1e-3"}}, "got '1e-3', which is text: write 0.001"),
+        ({"reuse": {"mode": False}}, "False, expected one of exact, blend"),
+        ({"reuse": {"k": 2**70}}, "got 1180591620717411303424"),
+        ({"reuse": {"left": float("inf")}}, "got inf"),
+        ({"reuse": {"left": float("nan")}}, "got nan"),
+    ],
+)
+def test_what_can_never_work_is_refused(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(value, CoordinatorSettings, path="user_config")
+    assert message in str(caught.value)

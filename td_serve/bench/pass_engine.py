@@ -14,10 +14,21 @@ from td_serve.bench.authors import Authors
 from td_serve.bench.trace_rounds import Round
 from td_serve.errors import TdServeError
 from td_serve.reuse import Reuse
-from td_serve.types import AgentId, PassResult, PassSpec, PassTokens, Rule, pack, unpack
+from td_serve.types import (
+    AgentId,
+    PassResult,
+    PassSpec,
+    PassTokens,
+    RequestId,
+    Rule,
+    pack,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from td_serve.bench.scoring import Score
+    from td_serve.store.codecs import Codecs
+    from td_serve.store.sizes import FamilySize
 
 BLOCK_SIZE = 32
 _BYTES_OF_STORE = 4 * 2**30
@@ -115,9 +126,17 @@ class PassEngine:
             self._run(msgspec.structs.replace(spec, members=[]))
 
     def play_passes(
-        self, round_: Round, reuse: Reuse, salt: str, together: bool, max_tokens: int = 1
+        self,
+        round_: Round,
+        reuse: Reuse,
+        salt: str,
+        together: bool,
+        max_tokens: int = 1,
+        *,
+        release: bool = True,
     ) -> Played:
-        """Members by passes, all of one at once or one by one; the others as they are."""
+        """Members by passes, all of one at once or one by one; the others as they are. What was
+        made for them to load is released, or is to be."""
         specs = reuse.passes
         if not together:
             specs = [
@@ -125,7 +144,7 @@ class PassEngine:
                 for spec in reuse.passes
                 for member in spec.members
             ]
-        from td_serve.engine.restoring import ready_parameters
+        from td_serve.engine.restoring import keep_parameters, ready_parameters
 
         self._call("td_spent")
         began = time.perf_counter()
@@ -139,13 +158,17 @@ class PassEngine:
         names = {str(agent): str(one.request_id) for agent, one in round_.items()}
         salts = {agent: f"{salt}-{name}" for agent, name in names.items()}
         ready = {
-            agent: ready_parameters(name, _prompt(round_, agent)[: counted[name].prompt])
+            agent: {
+                **ready_parameters(name, _prompt(round_, agent)[: counted[name].prompt]),
+                **keep_parameters(reuse.histories[RequestId(name)]),
+            }
             for agent, name in names.items()
             if name in counted
         }
         played = self._answer(round_, salts, ready, max_tokens)
         spent = self._call("td_spent")
-        self._call("td_release", list(counted))
+        if release:
+            self.release(reuse)
         spared = sum(one.local + one.reused for one in counted.values())
         return Played(
             seconds=passed + played.seconds,
@@ -168,6 +191,35 @@ class PassEngine:
         named = msgspec.json.encode([Asked(*one) for one in asked])
         found = self._call("td_score", pack(spec), prompts, named, last)
         return msgspec.json.decode(found, type=list[Score])
+
+    def keep_by(self, codecs: Codecs) -> None:
+        """Have histories kept by these codecs from now on."""
+        self._call("td_keep_by", codecs.diffs.value, codecs.private.value)
+
+    def release(self, reuse: Reuse) -> None:
+        """What was made of a round's members to be loaded is not needed any more."""
+        members = [member.request_id for spec in reuse.passes for member in spec.members]
+        self._call("td_release", members)
+
+    def is_kept_exactly(self, reuse: Reuse) -> bool:
+        """Whether the histories of a round that has been played, and not been released, are what
+        was made to be loaded, bit for bit."""
+        names = {one.request_id: one.history for spec in reuse.passes for one in spec.members}
+        exactly: bool = self._call("td_kept_exactly", names)
+        return exactly
+
+    def sizes(self, reuse: Reuse) -> FamilySize:
+        """What the histories of a round that has been played take."""
+        from td_serve.store.sizes import FamilySize
+
+        self._step([0], {})  # what a request leaves is taken out of its pages in the next step
+        names = [member.history for spec in reuse.passes for member in spec.members]
+        return msgspec.json.decode(self._call("td_sizes", names), type=FamilySize)
+
+    def added(self, spec: PassSpec, prompts: list[list[int]], last: int) -> list[list[float]]:
+        """See `scoring.ScoringWorker.td_added`."""
+        found: list[list[float]] = self._call("td_added", pack(spec), prompts, last)
+        return found
 
     def _run(self, spec: PassSpec) -> PassResult:
         self._call("td_begin", pack(spec))

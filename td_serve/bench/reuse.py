@@ -84,6 +84,7 @@ def bench_reuse(options: Options, say: Callable[[str], None]) -> Result:
             f"before round {options.first}"
         )
     trace = read_trace(options.trace)
+    Prompts.check(trace, options.agents, options.first + options.rounds - 1)
     prompts = Prompts(resolve(options.model), options.window, SCORED)
     first = options.first - options.past
     span = (options.agents, first, options.rounds + options.past)

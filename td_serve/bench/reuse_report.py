@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -73,8 +74,18 @@ def plot(result: Result, title: str, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    seconds, nats = figure.subplots(1, 2)
+    drawn = [draw for draw, found in ((_seconds, result.rows), (_nats, result.fidelity)) if found]
+    figure = Figure(figsize=(5.5 * len(drawn), 4.2), layout="constrained")
+    for draw, axes in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
+        draw(axes, result)
+    figure.suptitle(title)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise TdServeError(f"{path}: cannot be written: {error}") from error
+
+
+def _seconds(axes: Any, result: Result) -> None:
     ways = list(dict.fromkeys(row.way for row in result.rows))[::-1]
     begin = [0.0] * len(ways)
     for number, phase in enumerate(_PHASES):
@@ -83,20 +94,18 @@ def plot(result: Result, title: str, path: Path) -> None:
             / sum(row.way == way for row in result.rows)
             for way in ways
         ]
-        seconds.barh(ways, width, left=begin, label=phase)
+        axes.barh(ways, width, left=begin, label=phase)
         begin = [a + b for a, b in zip(begin, width, strict=True)]
-    seconds.set(xlabel="seconds until all first tokens, mean of rounds")
-    seconds.legend()
+    axes.set(xlabel="seconds until all first tokens, mean of rounds")
+    axes.legend()
+
+
+def _nats(axes: Any, result: Result) -> None:
     close = result.fidelity[::-1]
     names = [f"{one.preset.value}{', at random' if one.at_random else ''}" for one in close]
     places = range(len(close))
-    nats.barh([y + 0.2 for y in places], [one.kl0_mean for one in close], 0.38, label="first token")
-    nats.barh([y - 0.2 for y in places], [one.kl32_mean for one in close], 0.38, label="32 tokens")
-    nats.set_yticks(list(places), names)
-    nats.set(xlabel="divergence from full recomputation, nats, mean")
-    nats.legend()
-    figure.suptitle(title)
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise TdServeError(f"{path}: cannot be written: {error}") from error
+    axes.barh([y + 0.2 for y in places], [one.kl0_mean for one in close], 0.38, label="first token")
+    axes.barh([y - 0.2 for y in places], [one.kl32_mean for one in close], 0.38, label="32 tokens")
+    axes.set_yticks(list(places), names)
+    axes.set(xlabel="divergence from full recomputation, nats, mean")
+    axes.legend()

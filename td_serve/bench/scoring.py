@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -11,16 +11,20 @@ import msgspec
 import torch
 
 from td_serve.engine.collective import run_pass
-from td_serve.engine.kept import NOTHING, WRITTEN, History
-from td_serve.engine.kv import KV
-from td_serve.engine.parts import Part, batches, group_of
+from td_serve.engine.model import LayeredModel
+from td_serve.engine.parts import Limits, Part, batches, group_of
 from td_serve.engine.worker import Passes, PassWorker
 from td_serve.pic.base import Shared, mask
+from td_serve.store.codecs import LOSSLESS, Codec, Codecs
+from td_serve.store.families import NOTHING, History, Mirror
+from td_serve.store.kv import KV
+from td_serve.store.rounds import HISTORY, WRITTEN
+from td_serve.store.sizes import family_size
 from td_serve.types import MemberPass, PassSpec, RequestId, Rule, unpack
 
 T = TypeVar("T")
 
-_MOST_ROWS = 8192
+_LIMITS = Limits(rows=8192, tokens=2**17)
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -48,6 +52,7 @@ class ScoringWorker(PassWorker):
 
     td_said: dict[str, History] | None = None
     td_exact: _Exact | None = None
+    td_lossless: list[torch.Tensor] | None = None
 
     def td_bring(self, names: list[str]) -> list[str]:
         """Have these turns' outputs taken over by the next pass. Gives those that never came."""
@@ -75,6 +80,39 @@ class ScoringWorker(PassWorker):
                 self.td_exact = _Exact(prompts, _exact(passes, prompts, last))
             scores = _score(passes, spec, self.td_exact, named, last)
         return msgspec.json.encode(scores)
+
+    def td_keep_by(self, diffs: str, private: str) -> None:
+        """Have histories kept by these codecs from now on."""
+        self._td_ready().store.codecs = Codecs(Codec(diffs), Codec(private))
+
+    def td_sizes(self, names: list[str]) -> bytes:
+        """A `FamilySize` of these members' histories, as JSON, those that are mirrors."""
+        passes = self._td_ready()
+        kept = [passes.store.get(HISTORY, name) for name in names]
+        mirrors = [one for one in kept if isinstance(one, Mirror)]
+        return msgspec.json.encode(family_size(mirrors, passes.model.kv_bytes))
+
+    def td_kept_exactly(self, names: dict[str, str]) -> bool:
+        """Whether what has been made for these requests is what is kept under these names."""
+        passes = self._td_ready()
+        store, model = passes.store, passes.model
+        return all(
+            _same(model, store.mirrors[request], store.get(HISTORY, name))
+            for request, name in names.items()
+            if request in store.mirrors
+        )
+
+    def td_added(self, packed: bytes, prompts: list[list[int]], last: int) -> list[list[float]]:
+        """By member and token, how far what follows on its prompt's last tokens is from what did
+        when this was last asked with lossless codecs: nats, behind histories as they are kept."""
+        passes, spec = self._td_ready(), unpack(packed, PassSpec)
+        with torch.inference_mode():
+            found = list(_rule(passes, spec, prompts, last))
+        if passes.store.codecs == LOSSLESS:
+            self.td_lossless = found
+        assert self.td_lossless is not None, "lossless comes first"
+        pairs = zip(self.td_lossless, found, strict=True)
+        return [(was.exp() * (was - now)).sum(-1).tolist() for was, now in pairs]
 
 
 @dataclass(frozen=True)
@@ -127,6 +165,42 @@ def _score(
     return scores
 
 
+def _rule(
+    passes: Passes, spec: PassSpec, prompts: list[list[int]], last: int
+) -> Iterator[torch.Tensor]:
+    """Of each member, log-probabilities by the spec's rule, [last, vocabulary]."""
+    unsettled, shared = passes.unsettled(spec)
+    canonical, _ = _finish(passes.canonical(spec.canonical, spec.written))
+    chosen = _finish(passes.chooser.choose(spec.rule, unsettled, canonical.kv, shared))
+    whole = dict(zip((one.request_id for one in spec.members), prompts, strict=True))
+    for part in chosen:
+        read = _whole(part, whole[part.member.request_id])
+        yield from _logits(passes, [read], canonical.kv, last).log_softmax(-1)
+
+
+def _same(model: LayeredModel, made: History, kept: History) -> bool:
+    """Whether one history begins as the other is, bit for bit, in all layers."""
+    tokens = len(made.token_ids)
+    if kept.token_ids[:tokens] != made.token_ids:
+        return False
+    return all(
+        torch.equal(one, other)
+        for layer in range(model.layers)
+        for one, other in zip(
+            _dense(model, made, layer, tokens), _dense(model, kept, layer, tokens), strict=True
+        )
+    )
+
+
+def _dense(model: LayeredModel, history: History, layer: int, tokens: int) -> list[torch.Tensor]:
+    """A layer's keys and values of a history's first tokens, all together."""
+    found = list(history.parts(model, layer, 0, tokens))
+    made = [torch.full((tokens, found[0].keys.shape[1]), torch.nan) for _ in range(2)]
+    for positions, keys, values in found:
+        made[0][positions], made[1][positions] = keys.float(), values.float()
+    return [plane.view(torch.int32) for plane in made]
+
+
 def _whole(part: Part, prompt: list[int]) -> Part:
     """The part with all of its member's prompt, and what has been answered."""
     return replace(part, member=msgspec.structs.replace(part.member, token_ids=prompt))
@@ -148,7 +222,7 @@ def _share_chosen(parts: Sequence[Part]) -> float:
 def _logits(passes: Passes, parts: Sequence[Part], canonical: KV, last: int) -> torch.Tensor:
     """Of each prompt's last tokens, [prompts, last, vocabulary]."""
     found = []
-    for batch in batches(parts, _MOST_ROWS):
+    for batch in batches(parts, _LIMITS):
         group = group_of(batch, canonical, passes.attention.block_size)
         group.logits_of = [
             row for share in group.rows.shares for row in range(share.last - last, share.last)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from td_serve.engine.heads import neutral_head
+from td_serve.errors import TdServeError
 from td_serve.segments import locate, mark, split, tokenise
 from td_serve.sim.layouts import JOIN, Layout, Prompt, build
 from td_serve.sim.tokens import ModelTokenizer
@@ -71,6 +72,16 @@ class Prompts:
             prompts = [build(layout, view) for view in views(trace, round_, chosen, known)]
             made.append({prompt.agent: self._request(prompt) for prompt in prompts})
         return made
+
+    @staticmethod
+    def check(trace: Trace, agents: int | None, last: int) -> None:
+        """Raises TdServeError where a trace does not have round `last`, or one agent is alone."""
+        if agents == 1:
+            raise TdServeError("--agents: 1, expected 2 or more: one agent shares with nobody")
+        if last >= len(trace.rounds):
+            raise TdServeError(
+                f"round {last}: trace {trace.name!r} has rounds 0 to {len(trace.rounds) - 1}"
+            )
 
     def spoken(self, trace: Trace, number: int, layout: Layout) -> list[Spoken]:
         """What everybody put out in round `number`, if it was recorded, and what they had read."""

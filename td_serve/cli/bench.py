@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from td_serve.errors import TdServeError
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,6 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_serve(benches)
     _add_bidirectional(benches)
     _add_reuse(benches)
+    _add_storage(benches)
 
 
 def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -128,7 +132,7 @@ def _add_bidirectional(benches: argparse._SubParsersAction[argparse.ArgumentPars
         metavar="N",
         help="fewer tokens are computed, not read (default: 64)",
     )
-    bench.add_argument("--dtype", default="float32", metavar="TYPE", help="(default: float32)")
+    bench.add_argument("--dtype", default="float32", choices=_DTYPES, help="(default: float32)")
     bench.add_argument("--seed", type=int, default=0, metavar="S", help="of all prompts")
     bench.add_argument("--json", type=Path, metavar="OUT", help="write all numbers here")
     bench.add_argument("--plot", type=Path, metavar="OUT.png", help="draw them here")
@@ -163,6 +167,7 @@ def run_bidirectional(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         seed=args.seed,
     )
+    _check_outputs(args)
     result = asyncio.run(
         bench_bidirectional(options, lambda line: print(line, file=sys.stderr, flush=True))
     )
@@ -232,7 +237,7 @@ def _add_reuse(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="history_first (default) or transcript",
     )
     bench.add_argument("--window", type=_positive, default=8192, metavar="N", help="in tokens")
-    bench.add_argument("--dtype", default="float32", metavar="TYPE", help="(default: float32)")
+    bench.add_argument("--dtype", default="float32", choices=_DTYPES, help="(default: float32)")
     bench.add_argument("--fidelity", action="store_true", help="compare answers, too")
     bench.add_argument("--no-speed", action="store_true", help="fidelity alone")
     bench.add_argument("--json", type=Path, metavar="OUT", help="write all numbers here")
@@ -267,9 +272,10 @@ def run_reuse(args: argparse.Namespace) -> int:
         speed=not args.no_speed,
         fidelity=args.fidelity or args.no_speed,
     )
+    _check_outputs(args)
     result = bench_reuse(options, lambda line: print(line, file=sys.stderr, flush=True))
     out = Console(highlight=False)
-    out.width = max(out.width, 100)
+    out.width = max(out.width, 120)
     if result.rows:
         out.print(speed_table(result))
     if result.fidelity:
@@ -284,6 +290,114 @@ def run_reuse(args: argparse.Namespace) -> int:
         agents = "all" if args.agents is None else str(args.agents)
         plot(result, f"{args.model}, {args.trace.name}, {agents} agents", args.plot)
     return 0
+
+
+def _add_storage(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = benches.add_parser(
+        "storage",
+        help="what a round's KV takes when it is kept as a family",
+        description="Play rounds of a recorded trace on one engine by passes, and count after each "
+        "what is kept for its members: against as many dense caches, against one dense cache and "
+        "blocks that differ from it, and against the bound, every shared token once. Says what "
+        "codecs save, and how far they move what follows.",
+    )
+    bench.add_argument("--trace", type=Path, required=True, metavar="TRACE")
+    bench.add_argument("--model", default="smollm2-135m-instruct", metavar="MODEL")
+    bench.add_argument(
+        "--agents",
+        type=_positive,
+        metavar="N",
+        help="the first N of the agents, who hear them all (default: all)",
+    )
+    bench.add_argument(
+        "--rounds", type=_positive, default=8, metavar="R", help="from 1 to R (default: 8)"
+    )
+    bench.add_argument(
+        "--presets",
+        default="td",
+        metavar="NAME,…",
+        help="rules, as in bench reuse; the summary is of the first (default: td)",
+    )
+    bench.add_argument(
+        "--codecs",
+        default="lossless,int8,int4,int8+int8",
+        metavar="NAME,…",
+        help="how what was computed anew of shared texts is kept: lossless, int8 or int4; +int8: "
+        "private KV, too (default: lossless,int8,int4,int8+int8)",
+    )
+    bench.add_argument(
+        "--layout",
+        default="transcript",
+        metavar="NAME",
+        help="history_first or transcript (default)",
+    )
+    bench.add_argument("--window", type=_positive, default=8192, metavar="N", help="in tokens")
+    bench.add_argument("--dtype", default="float32", choices=_DTYPES, help="(default: float32)")
+    bench.add_argument("--json", type=Path, metavar="OUT", help="write all numbers here")
+    bench.add_argument("--plot", type=Path, metavar="OUT.png", help="write a picture here")
+    bench.set_defaults(func=run_storage)
+
+
+def run_storage(args: argparse.Namespace) -> int:
+    """Count, print the table, write the report.
+
+    Raises:
+        TdServeError: the trace does not fit, or there is nothing to keep.
+    """
+    from rich.console import Console
+
+    from td_serve.bench.presets import Preset
+    from td_serve.bench.storage import Options, bench_storage
+    from td_serve.bench.storage_report import plot, table
+    from td_serve.report import envelope, write_json
+
+    options = Options(
+        trace=args.trace,
+        model=args.model,
+        presets=_presets(args.presets, Preset),
+        codecs=_codecs(args.codecs),
+        agents=args.agents,
+        last=args.rounds,
+        layout=_layout(args.layout),
+        window=args.window,
+        dtype=args.dtype,
+    )
+    _check_outputs(args)
+    result = bench_storage(options, lambda line: print(line, file=sys.stderr, flush=True))
+    out = Console(highlight=False)
+    out.width = max(out.width, 150)
+    out.print(table(result))
+    if result.cut:
+        out.print(f"{result.cut} prompts did not fit the window of {options.window} and were cut")
+    if args.json is not None:
+        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        write_json(args.json, envelope(command, 0, result.rows, result.summary))
+    if args.plot is not None:
+        plot(result, f"{args.model}, {args.trace.name}, {args.layout}", args.plot)
+    return 0
+
+
+def _codecs(text: str) -> Any:
+    """Raises TdServeError when a name is no pair of codecs."""
+    from td_serve.store.codecs import Codec, Codecs
+
+    found = []
+    for name in text.split(","):
+        diffs, _, private = name.partition("+")
+        try:
+            found.append(Codecs(Codec(diffs), Codec(private or "lossless")))
+        except ValueError:
+            raise TdServeError(
+                f"--codecs: {name!r}, expected lossless, int8 or int4, with +int8 or without"
+            ) from None
+    return tuple(found)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raises TdServeError where what is measured could not be written in the end."""
+    for path in (args.json, args.plot):
+        if path is not None and not os.access(path.absolute().parent, os.W_OK):
+            raise TdServeError(f"{path}: cannot be written: {path.absolute().parent} is no folder")
 
 
 def _layout(name: str) -> Any:

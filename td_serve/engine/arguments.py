@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from td_serve.config import ConversationConfig, EngineConfig, NixlConfig
 from td_serve.engine.connector import LEASE_TTL, LEASES_AT, PROGRESS_DELAY, STARTED_BY
-from td_serve.engine.restoring import STORE_BYTES
+from td_serve.engine.restoring import STORE_BYTES, STORE_CODECS
 from td_serve.errors import ConfigError
 from td_serve.types import ReplicaId
 
@@ -107,7 +107,10 @@ def transfer_arguments(
     rounds_part = {
         "kv_connector": "RoundConnector",
         "kv_connector_module_path": "td_serve.engine.restoring",
-        "kv_connector_extra_config": {STORE_BYTES: int(engine.pass_store_gib * 2**30)},
+        "kv_connector_extra_config": {
+            STORE_BYTES: int(engine.pass_store_gib * 2**30),
+            STORE_CODECS: [engine.pass_store_diffs, engine.pass_store_private],
+        },
         **common,
     }
     return {

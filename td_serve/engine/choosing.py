@@ -14,13 +14,13 @@ import msgspec
 import torch
 
 from td_serve.engine.collective import Computed, run_pass
-from td_serve.engine.kv import KV
 from td_serve.engine.model import LayeredModel
 from td_serve.engine.pages import PagedAttention
-from td_serve.engine.parts import Part, batches, group_of
+from td_serve.engine.parts import Limits, Part, batches, group_of
 from td_serve.pic.base import Recovery, Shared, left
 from td_serve.pic.rules import recovery
 from td_serve.rows import Share
+from td_serve.store.kv import KV
 from td_serve.types import Piece, Rule, Span
 
 _ASKED = 128
@@ -30,10 +30,10 @@ _ASKED = 128
 class Chooser:
     """Chooses for members of passes on one engine."""
 
-    def __init__(self, model: LayeredModel, attention: PagedAttention, most_rows: int) -> None:
+    def __init__(self, model: LayeredModel, attention: PagedAttention, limits: Limits) -> None:
         self._model = model
         self._attention = attention
-        self._most_rows = most_rows
+        self._limits = limits
 
     def choose(
         self, rule: Rule, parts: Sequence[Part], canonical: KV, shared: Shared
@@ -64,7 +64,7 @@ class Chooser:
         does not have."""
         everything = [replace(_whole(part, rule), chosen=[True] * tokens) for part in parts]
         found = []
-        for batch in batches(everything, self._most_rows):
+        for batch in batches(everything, self._limits):
             group = group_of(batch, canonical, self._attention.block_size, until=layer)
             computed = yield from run_pass(self._model, self._attention, group)
             for part, share in zip(batch, group.rows.shares, strict=True):

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from td_serve.engine.kept import History
-from td_serve.engine.kv import KV
 from td_serve.engine.model import LayeredModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.rows import Rows, Share
+from td_serve.store.families import History
+from td_serve.store.kv import KV
 
 
 @dataclass

@@ -51,17 +51,19 @@ class Members:
             for spec in work.passes
         ]
         making = {member.request_id: made for spec, made in passes for member in spec.members}
-        keeping = {one: keep_parameters(name) for one, name in work.histories.items()}
+        histories = dict(work.histories)
         for spec in work.passes:
-            for member in spec.members:
-                keeping[member.request_id] = keep_parameters(member.history, private(member))
+            histories |= {one.request_id: one.history for one in spec.members if one.history}
+        # How a prompt begins is exact however it ends: what stands before all that is shared.
+        exact = {one.request_id: private(one) for spec in work.passes for one in spec.members}
         tasks = {
             asyncio.ensure_future(
                 self._one(
                     request,
                     work.handles.get(request.request_id),
                     making.get(request.request_id),
-                    keeping.get(request.request_id, {}),
+                    histories.get(request.request_id),
+                    exact.get(request.request_id),
                 )
             ): request.request_id
             for request in work.requests
@@ -100,21 +102,25 @@ class Members:
         request: GenerateRequest,
         handle: Handle | None,
         making: _Making | None,
-        keeping: Mapping[str, Any],
+        history: str | None,
+        exact: int | None,
     ) -> Handover:
         """Prefill a member; `making` is its pass, which is the other members' too.
 
-        Without one its history is kept, by the parameters `keeping`.
+        What is computed of its prompt is kept under the name `history`; where a pass would have
+        made it, `exact` of its first tokens.
         """
         made = None
         if making is not None:
             made = (await asyncio.shield(making)).get(request.request_id)
         if made is None:
+            keeping = {} if history is None else keep_parameters(history, exact)
             return await self._prefill(request, handle, keeping)
         salt = made.salt(request)
         try:
             handover = await self._load(
-                msgspec.structs.replace(request, cache_salt=salt), made.parameters()
+                msgspec.structs.replace(request, cache_salt=salt),
+                {**made.parameters(), **({} if history is None else keep_parameters(history))},
             )
         finally:
             self._passes.release(made.name)

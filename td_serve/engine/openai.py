@@ -54,6 +54,8 @@ _ERROR_EVENT = 'data: {"error"'
 class OpenAIFrontend:
     """Chat and text completions for one model. Make it with `start`."""
 
+    chat_parameters = frozenset(ChatCompletionRequest.model_fields)
+
     def __init__(self, state: State, engine: RemoteEngine, frontend: FrontendConfig) -> None:
         self._max_choices = frontend.max_choices
         self._separator_as = frontend.separator_as

@@ -62,13 +62,14 @@ class Outputs:
         says whose pass it is, for the log.
         """
         brought: list[Written] = []
-        names: list[str] = []
+        names: dict[str, Written] = {}
+        """What each is called in the engine, whether it comes or not: whatever comes is dropped."""
         try:
             with contextlib.suppress(RequestError):  # then all of it is computed, or all fails
                 known = await self._passes.known(spec.canonical)
                 wanted = [one for one in spec.written if _end(one) > known]
-                read = await self._bring_all(wanted, turns, spec.canonical.token_ids, name)
-                names = [one.name for one in read]
+                names = {f"{one.name}-{uuid.uuid4().hex}": one for one in wanted}
+                read = await self._bring_all(names, turns, spec.canonical.token_ids, name)
                 brought = await self._those_there(read)
                 log.info(
                     "%s: %d of %d outputs were read as they were decoded",
@@ -79,19 +80,19 @@ class Outputs:
             yield brought
         finally:
             if names:
-                self._passes.drop_written(names)
+                self._passes.drop_written(list(names))
 
     async def _bring_all(
         self,
-        wanted: Sequence[Written],
+        wanted: Mapping[str, Written],
         turns: Mapping[str, Handle],
         tokens: Sequence[int],
         name: str,
     ) -> list[Written]:
         """Read what is wanted; what could be read in time, by its name in the engine."""
         tasks = [
-            asyncio.ensure_future(self._bring(one, turns[one.name], tokens, name))
-            for one in wanted
+            asyncio.ensure_future(self._bring(as_read, one, turns[one.name], tokens, name))
+            for as_read, one in wanted.items()
             if one.name in turns
         ]
         if not tasks:
@@ -107,9 +108,10 @@ class Outputs:
         return [one for one in came if one is not None]
 
     async def _bring(
-        self, written: Written, handle: Handle, tokens: Sequence[int], name: str
+        self, as_read: str, written: Written, handle: Handle, tokens: Sequence[int], name: str
     ) -> Written | None:
-        """Read what is written into the engine; None where that could not be done."""
+        """Read what is written into the engine, where it is called `as_read`; None where that could
+        not be done."""
         piece = written.piece
         size = handle.block_size
         first, end = piece.start // size, piece.start + piece.tokens
@@ -124,7 +126,6 @@ class Outputs:
             digests=b"",
             tail=[],
         )
-        as_read = f"{handle.lease}-{uuid.uuid4().hex}"
         put_out = tokens[piece.source : piece.source + piece.tokens]
         request = GenerateRequest(
             request_id=RequestId(f"output-{as_read}"),

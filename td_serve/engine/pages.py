@@ -77,14 +77,17 @@ class PagedAttention:
         )
 
     def read(
-        self, memory: torch.Tensor, blocks: Sequence[int], tokens: int
+        self, memory: torch.Tensor, blocks: Sequence[int], first: int, last: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys (rotated) and values of a prompt's first tokens, [tokens, KV heads * head size],
-        from one layer's pages: the prompt stands in `blocks`."""
-        pages = memory[torch.tensor(blocks[: -(-tokens // self.block_size)])].flatten(1)
+        """The keys (rotated) and values of tokens [first, last) of a prompt that stands in
+        `blocks`, [tokens, KV heads * head size], from one layer's pages."""
+        size = self.block_size
+        some = blocks[first // size : -(-last // size)]
+        pages = memory[torch.tensor(some, dtype=torch.int64)].flatten(1)
         keys, values = (pages[:, places.flatten()] for places in self._places)
         width = self._places.shape[-1]
-        return keys.view(-1, width)[:tokens], values.view(-1, width)[:tokens]
+        wanted = slice(first % size, first % size + last - first)
+        return keys.view(-1, width)[wanted], values.view(-1, width)[wanted]
 
     def attended(self, layer: int, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """How much the last rows of a prompt attend to each of its tokens, [tokens]: the mean over

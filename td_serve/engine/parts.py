@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from td_serve.engine.collective import Group
-from td_serve.engine.kept import History
-from td_serve.engine.kv import KV
 from td_serve.rows import Extent, Rows, layout
+from td_serve.store.families import History
+from td_serve.store.kv import KV
 from td_serve.types import MemberPass, Piece, Span
 
 
@@ -61,17 +62,26 @@ def private(member: MemberPass) -> int:
     return member.pieces[0].start if member.pieces else len(member.token_ids)
 
 
-def batches(parts: Sequence[Part], most_rows: int) -> Iterator[list[Part]]:
-    """The parts in order, in batches of `most_rows` rows at most; one alone may have more."""
+class Limits(NamedTuple):
+    """What is computed at once: `rows` at most, of prompts of `tokens` tokens together, which all
+    have a place in scratch memory. One member alone may have more."""
+
+    rows: int
+    tokens: int
+
+
+def batches(parts: Sequence[Part], limits: Limits) -> Iterator[list[Part]]:
+    """The parts in order, in batches within the limits."""
     batch: list[Part] = []
-    rows = 0
+    rows = tokens = 0
     for part in parts:
-        more = part.rows()
-        if batch and rows + more > most_rows:
+        more, length = part.rows(), len(part.member.token_ids)
+        if batch and (rows + more > limits.rows or tokens + length > limits.tokens):
             yield batch
-            batch, rows = [], 0
+            batch, rows, tokens = [], 0, 0
         batch.append(part)
         rows += more
+        tokens += length
     if batch:
         yield batch
 

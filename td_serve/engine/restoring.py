@@ -23,12 +23,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from td_serve.engine.kept import HISTORY, WRITTEN, Mirror, RoundStore, Run
-from td_serve.engine.kv import KV
 from td_serve.engine.leasing import COMPLETE
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.segments import key
+from td_serve.store.codecs import Codec, Codecs
+from td_serve.store.families import Mirror, Run
+from td_serve.store.kv import KV
+from td_serve.store.rounds import WRITTEN, RoundStore
 
 RESTORE = "td_restore"
 """Key of a request's KV transfer parameters: see `Ready`."""
@@ -37,6 +39,10 @@ STORE_BYTES = "td_store_bytes"
 """Key of the connector's extra configuration: what canonical sequences and histories may take."""
 
 _DEFAULT_STORE_BYTES = 2**30
+
+STORE_CODECS = "td_store_codecs"
+"""Key of the connector's extra configuration: how histories' diffs and private KV are kept, the
+names of two codecs."""
 
 
 KEEP = "td_keep"
@@ -101,12 +107,14 @@ class _Load:
 
 @dataclass(frozen=True)
 class _Save:
-    """The KV of a finished request's first tokens, from its blocks, to be kept as a history; or of
-    these from `output.first` on, as what a turn has put out."""
+    """The KV of a finished request's first tokens, from its blocks, to be kept as a history: all of
+    it, or what is behind the mirror that it has loaded. Or that from `output.first` on, as what a
+    turn has put out."""
 
     name: str
     token_ids: list[int]
     blocks: list[int]
+    is_behind: bool = False
     output: Output | None = None
 
 
@@ -126,7 +134,8 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         self._saves: list[_Save] = []
         setting = vllm_config.kv_transfer_config.get_from_extra_config
         if role == KVConnectorRole.WORKER:
-            self.store = RoundStore(int(setting(STORE_BYTES, _DEFAULT_STORE_BYTES)))
+            codecs = Codecs(*map(Codec, setting(STORE_CODECS, ())))
+            self.store = RoundStore(int(setting(STORE_BYTES, _DEFAULT_STORE_BYTES)), codecs)
             self.parts: tuple[VllmModel, PagedAttention] | None = None
             self._pages: list[torch.Tensor] = []
             self._unloaded: set[int] = set()
@@ -172,11 +181,12 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
             keep = msgspec.convert(params[KEEP], Keep)
             # Its blocks are read before the next step writes anything (`handle_preemptions`).
             if tokens := list(request.prompt_token_ids[: keep.tokens]):
-                self._saves.append(_Save(keep.name, tokens, list(block_ids)))
+                is_behind = RESTORE in params
+                self._saves.append(_Save(keep.name, tokens, list(block_ids), is_behind))
         if OUTPUT in params and request.status in COMPLETE:
             output = msgspec.convert(params[OUTPUT], Output)
             tokens = list(request.prompt_token_ids[: output.first + output.tokens])
-            self._saves.append(_Save(output.name, tokens, list(block_ids), output))
+            self._saves.append(_Save(output.name, tokens, list(block_ids), output=output))
         return False, None
 
     def request_finished_all_groups(
@@ -199,11 +209,12 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         model, attention = self.parts
         for save in kv_connector_metadata.saves:
             with self.store.spending("save"):
-                run = _run(attention, self._pages, save)
-                if save.output is None:
-                    self.store.keep_longer(HISTORY, save.name, run)
-                else:
-                    self.store.keep(WRITTEN, save.name, _put_out(model, run, save.output))
+                if save.output is not None:
+                    kv = _kept(attention, self._pages, save, save.output.first)
+                    self.store.keep(WRITTEN, save.name, _put_out(model, kv, save))
+                elif (first := self.store.misses(save.name, save.token_ids, save.is_behind)) >= 0:
+                    kv = _kept(attention, self._pages, save, first)
+                    self.store.keep_longer(save.name, save.token_ids, kv)
 
     @torch.inference_mode()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -234,20 +245,19 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is saved from here."""
 
 
-def _run(attention: PagedAttention, pages: Sequence[torch.Tensor], save: _Save) -> Run:
-    """What a finished request has left in its blocks."""
-    count = len(save.token_ids)
-    read = [attention.read(memory, save.blocks, count) for memory in pages]
-    keys, values = zip(*read, strict=True)
-    return Run(save.token_ids, KV(list(keys), list(values)))
+def _kept(attention: PagedAttention, pages: Sequence[torch.Tensor], save: _Save, first: int) -> KV:
+    """What a finished request has left in its blocks from token `first` on."""
+    read = [attention.read(memory, save.blocks, first, len(save.token_ids)) for memory in pages]
+    return KV([keys for keys, _ in read], [values for _, values in read])
 
 
-def _put_out(model: VllmModel, run: Run, output: Output) -> Run:
-    """The end of a run, which a turn has put out, keys before rotation."""
-    end = run.kv.part(output.first, len(run.token_ids))
+def _put_out(model: VllmModel, kv: KV, save: _Save) -> Run:
+    """What a turn has put out, keys before rotation."""
+    output = save.output
+    assert output is not None, "a turn's output is saved as such"
     positions = torch.arange(output.position, output.position + output.tokens)
-    keys = [model.unrotate(layer, positions, found) for layer, found in enumerate(end.keys)]
-    return Run(run.token_ids[output.first :], KV(keys, end.values))
+    keys = [model.unrotate(layer, positions, found) for layer, found in enumerate(kv.keys)]
+    return Run(save.token_ids[output.first :], KV(keys, kv.values))
 
 
 def _restore(

@@ -17,27 +17,17 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from td_serve.engine.choosing import Chooser
 from td_serve.engine.collective import Group, run_pass
-from td_serve.engine.kept import (
-    AHEAD,
-    CANONICAL,
-    HISTORY,
-    NOTHING,
-    WRITTEN,
-    Mirror,
-    RoundStore,
-    Rows,
-    Run,
-    continued,
-)
-from td_serve.engine.kv import KV, joined, spread
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
-from td_serve.engine.parts import Part, batches, group_of, private, row_ids
+from td_serve.engine.parts import Limits, Part, batches, group_of, private, row_ids
 from td_serve.engine.restoring import RoundConnector
 from td_serve.errors import ModelError
 from td_serve.pic.base import Shared
 from td_serve.rows import Extent, Share, check, layout
 from td_serve.rows import Rows as Layout
+from td_serve.store.families import NOTHING, Mirror, Rows, Run, continued
+from td_serve.store.kv import KV, joined, spread
+from td_serve.store.rounds import AHEAD, CANONICAL, HISTORY, WRITTEN, RoundStore
 from td_serve.types import (
     Canonical,
     MemberPass,
@@ -51,6 +41,9 @@ from td_serve.types import (
     pack,
     unpack,
 )
+
+_SCRATCH = 0.25
+"""Of the store's budget: room for one layer of the prompts that are computed at once."""
 
 
 class PassWorker:
@@ -146,7 +139,7 @@ class Passes:
 
     Nothing is longer than `window` tokens, which is how many positions the model knows. Members'
     rows are computed in batches of `most_rows` at most, as many as the engine computes in a step
-    (more only where one member alone has more).
+    (more only where one member alone has more), in scratch memory of a quarter of the store's.
     """
 
     def __init__(
@@ -163,7 +156,9 @@ class Passes:
         self.attention = attention
         self._window = window
         self._most_rows = most_rows
-        self.chooser = Chooser(model, attention, most_rows)
+        layer_bytes = model.kv_bytes // model.layers
+        self._limits = Limits(most_rows, int(_SCRATCH * store.budget_bytes) // layer_bytes)
+        self.chooser = Chooser(model, attention, self._limits)
         self._under_way: Generator[None, None, PassResult] | None = None
 
     def begin(self, spec: PassSpec) -> None:
@@ -223,7 +218,7 @@ class Passes:
         found: dict[str, PassTokens] = {}
         try:
             with self.store.spending("rows"):
-                for batch in batches(parts, self._most_rows):
+                for batch in batches(parts, self._limits):
                     found |= yield from self._batch(batch, canonical, spec)
         except BaseException:
             self.store.release(found)  # nobody will be told of them
@@ -231,12 +226,16 @@ class Passes:
         return PassResult(members=found, canonical=computed)
 
     def _check_room(self, parts: Sequence[Part]) -> None:
-        """Raises ValueError when mirrors' own rows would be more than the store may hold: these
-        members', and those of others that have not been loaded yet."""
-        rows = sum(part.rows() for part in parts) + self.store.new_rows
-        wanted, room = rows * self.model.kv_bytes, self.store.budget_bytes
-        if wanted > room:
-            raise ValueError(f"{wanted} bytes for {rows} rows, expected at most {room}")
+        """Raises ValueError when these members' rows would be more than the store may hold beside
+        what it keeps, with what others have not loaded yet."""
+        rows = sum(part.rows() for part in parts)
+        others, room = self.store.bytes_to_load, self.store.budget_bytes
+        wanted = rows * self.model.kv_bytes
+        if wanted + others > room:
+            raise ValueError(
+                f"{wanted} bytes for {rows} rows, and {others} for what is still to be loaded, "
+                f"expected at most {room}"
+            )
 
     def _batch(
         self, batch: Sequence[Part], canonical: Run, spec: PassSpec
@@ -255,13 +254,14 @@ class Passes:
                 sources=torch.tensor(share.sources, dtype=torch.int64),
                 history=NOTHING,
                 history_tokens=0,
-                own=(_rows(group.rows, share, computed.kv),),
-                new_rows=share.last - share.first,
+                own=_rows(group.rows, share, computed.kv, part),
             )
             mirror = continued(part.history, part.history_tokens, more)
             self.store.mirrors[part.member.request_id] = mirror
             self.store.touch(CANONICAL, spec.canonical.key)  # it goes after those who hold it
-            self.store.keep(HISTORY, part.member.history, mirror)
+            if part.member.history:
+                kept = mirror.coded(self.model, self.store.codecs)
+                self.store.keep(HISTORY, part.member.history, kept)
             found[part.member.request_id] = _count(part, share)
         return found
 
@@ -358,10 +358,24 @@ class Passes:
         return Part(member, history, common, chosen=[False] * len(token_ids))
 
 
-def _rows(rows: Layout, share: Share, kv: KV) -> Rows:
-    """A member's part of what a group has computed, in memory of its own."""
+def _rows(rows: Layout, share: Share, kv: KV, part: Part) -> tuple[Rows, ...]:
+    """A member's part of what a group has computed, in memory of their own: what nobody shares, and
+    what was chosen of what is shared."""
     positions = torch.tensor(rows.positions[share.first : share.last], dtype=torch.int64)
-    return Rows(positions, kv.part(share.first, share.last))
+    sources = torch.full((len(part.member.token_ids),), -1)
+    for piece in part.pieces:
+        sources[piece.start : piece.start + piece.tokens] = torch.arange(
+            piece.source, piece.source + piece.tokens
+        )
+    sources = sources[positions]
+    (private,), (diffs,) = (
+        (sources < 0).nonzero(as_tuple=True),
+        (sources >= 0).nonzero(as_tuple=True),
+    )
+    return (
+        Rows(positions[private], kv.rows(private + share.first)),
+        Rows(positions[diffs], kv.rows(diffs + share.first), sources[diffs]),
+    )
 
 
 def _still_shared(canonical: Canonical, parts: Sequence[Part]) -> list[Span]:

@@ -44,6 +44,7 @@ from td_serve.serve.http import make_http_app
 from td_serve.serve.remotes import RemoteDirectory, RemoteKeeper
 from td_serve.serve.replicas import EngineReplica
 from td_serve.serve.routing import AffinityRouter, replica_name
+from td_serve.serve.settings import changed
 from td_serve.tenants import Tenants
 from td_serve.types import (
     ConversationKey,
@@ -224,11 +225,14 @@ class RoundCoordinator:
         self._coordinator = Coordinator(
             RayEngines(prefill, decode_, directory), CoordinatorSettings(), _metrics()
         )
+        self._is_configured = False
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        self._coordinator.configure(
-            decode(user_config, CoordinatorSettings, path="RoundCoordinator.user_config")
-        )
+        place = "RoundCoordinator.user_config"
+        settings = changed(user_config, CoordinatorSettings, place, self._is_configured)
+        if settings is not None:
+            self._coordinator.configure(settings)
+        self._is_configured = True
 
     async def play(self, packed: bytes) -> AsyncGenerator[bytes, None]:
         deltas = self._coordinator.play(unpack(packed, GenerateRequest))
@@ -290,6 +294,7 @@ class Ingress:
         self._dispatcher = Dispatcher(
             RayEngines(prefill, decode_, directory), DispatchSettings(), _metrics()
         )
+        self._is_configured = False
         self._frontend = await OpenAIFrontend.start(
             resolve(config.model),
             config.narrowest_engine(),
@@ -299,9 +304,11 @@ class Ingress:
         )
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        self._dispatcher.settings = decode(
-            user_config, DispatchSettings, path="Ingress.user_config"
-        )
+        place = "Ingress.user_config"
+        settings = changed(user_config, DispatchSettings, place, self._is_configured)
+        if settings is not None:
+            self._dispatcher.settings = settings
+        self._is_configured = True
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_http_app(

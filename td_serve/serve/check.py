@@ -20,10 +20,10 @@ from td_serve.config import (
     DeploymentConfig,
     ReuseSettings,
     decode,
-    nearest,
 )
 from td_serve.errors import ConfigError
 from td_serve.serve.app import DEPLOYMENTS, USER_CONFIG
+from td_serve.strict import nearest
 
 OUR_IMPORT_PATH = "td_serve.serve.app:build"
 

@@ -38,7 +38,7 @@ from td_serve.errors import (
     Unavailable,
 )
 from td_serve.replies import JsonReply, Reply, StreamReply, error_of, error_reply
-from td_serve.rounds import RoundField, RoundRequest, decode_body
+from td_serve.rounds import RoundField, decode_body
 from td_serve.serve.playing import Records, play_round
 from td_serve.tenants import Tenants, session
 from td_serve.types import (
@@ -66,6 +66,11 @@ _HEADERS: dict[int, dict[str, str]] = {
 
 class Frontend(Protocol):
     """The OpenAI layer (`engine.openai.OpenAIFrontend`)."""
+
+    @property
+    def chat_parameters(self) -> frozenset[str]:
+        """What a chat completion may say."""
+        ...
 
     async def chat(self, body: dict[str, Any], origin: Origin) -> Reply: ...
 
@@ -142,6 +147,9 @@ def make_http_app(
     async def plain(request: Request, answer: Answer) -> Response:
         body = await _body(request)
         field = body.pop("td_round", None)
+        for name in body:
+            if name.startswith("td_"):
+                raise BadRequest(f"{name}: unknown key, did you mean 'td_round'?", field=name)
         membership = None
         if field is not None:
             membership = decode_body(field, RoundField, "td_round").membership(_tenant(request))
@@ -182,8 +190,7 @@ def make_http_app(
 
     @keyed.post("/v1/rounds")
     async def play(request: Request) -> Response:
-        round_ = decode_body(await _body(request), RoundRequest)
-        rounds.check(round_)
+        round_ = rounds.read(await _body(request), frontend.chat_parameters)
         tenant = _tenant(request)
         chat = functools.partial(asked, frontend.chat, tenant)
         return await _send(request, play_round(tenant, round_, chat, coordinator))
@@ -195,7 +202,10 @@ def make_http_app(
         try:
             kept = await coordinator.record(session(_tenant(request), sim), int(number), 0.0)
         except RoundConflict as error:
-            raise NotFound(error.message, field="round") from error
+            raise NotFound(
+                f"round: the outputs of round {number} of sim {sim!r} are not on record here",
+                field="round",
+            ) from error
         return JSONResponse({**msgspec.to_builtins(kept), "sim": sim})
 
     @keyed.delete("/v1/rounds/{sim:path}")

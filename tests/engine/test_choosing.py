@@ -11,12 +11,12 @@ import torch
 
 from td_serve.engine.choosing import Chooser, _covering
 from td_serve.engine.collective import run_pass
-from td_serve.engine.kept import NOTHING, Run
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
-from td_serve.engine.parts import Part, group_of
+from td_serve.engine.parts import Limits, Part, batches, group_of
 from td_serve.models.random_model import write_random
 from td_serve.pic.base import Shared
+from td_serve.store.families import NOTHING, Run
 from td_serve.types import MemberPass, Piece, RequestId, Rule, RuleName, Span
 from tests.engine.test_collective import (
     BLOCK,
@@ -55,10 +55,17 @@ def part(prompt: Prompt, pieces: Sequence[Piece] | None = None) -> Part:
     return Part(member, NOTHING, 0, ())
 
 
+MANY = Limits(rows=9999, tokens=9999)
+
+
 def choose(
-    model: VllmModel, attention: PagedAttention, rule: Rule, parts: Sequence[Part], rows: int = 9999
+    model: VllmModel,
+    attention: PagedAttention,
+    rule: Rule,
+    parts: Sequence[Part],
+    limits: Limits = MANY,
 ) -> list[list[bool]]:
-    chooser = Chooser(model, attention, rows)
+    chooser = Chooser(model, attention, limits)
     chosen = finish(chooser.choose(rule, parts, canonical(model, attention), SHARED))
     return [list(one.chosen) for one in chosen]
 
@@ -68,7 +75,7 @@ ALL = [part(prompt) for prompt in PROMPTS]
 
 def test_the_group_chooses_once_and_within_its_budget(engine: Engine) -> None:
     def work(model: VllmModel, attention: PagedAttention) -> list[Part]:
-        chooser = Chooser(model, attention, 9999)
+        chooser = Chooser(model, attention, MANY)
         kv = canonical(model, attention)
         parts: list[Part] = finish(chooser.choose(HKVD, ALL, kv, SHARED))
         everything = msgspec.structs.replace(HKVD, ratio=1.0)
@@ -127,13 +134,26 @@ def test_each_may_choose_by_itself_and_batches_change_nothing(engine: Engine) ->
     def work(model: VllmModel, attention: PagedAttention) -> list[list[list[bool]]]:
         alone = [choose(model, attention, OWN, [one])[0] for one in ALL]
         together = choose(model, attention, OWN, ALL)
-        in_batches = choose(model, attention, OWN, ALL, rows=1)
-        return [alone, together, in_batches]
+        few_rows = choose(model, attention, OWN, ALL, MANY._replace(rows=1))
+        little_room = choose(model, attention, OWN, ALL, MANY._replace(tokens=1))
+        return [alone, together, few_rows, little_room]
 
-    alone, together, in_batches = engine.in_worker(work)
-    assert alone == together == in_batches
+    alone, together, few_rows, little_room = engine.in_worker(work)
+    assert alone == together == few_rows == little_room
     assert len({tuple(one) for one in alone}) > 1, "their contexts are not the same"
     assert [sum(one) for one in alone] == [BUDGET] * len(ALL)
+
+
+def test_a_batch_is_within_both_limits() -> None:
+    """Or it is one member, who has more alone."""
+    longest = max(len(one.member.token_ids) for one in ALL)
+    for limits in (Limits(1, 9999), Limits(9999, longest - 1), Limits(9999, 2 * longest), MANY):
+        found = list(batches(ALL, limits))
+        assert [one for batch in found for one in batch] == ALL
+        for batch in found:
+            rows = sum(one.rows() for one in batch)
+            tokens = sum(len(one.member.token_ids) for one in batch)
+            assert len(batch) == 1 or (rows <= limits.rows and tokens <= limits.tokens)
 
 
 def test_nothing_deviates_in_the_canonical_context(engine: Engine) -> None:
@@ -167,7 +187,7 @@ def test_whom_too_much_would_have_to_be_computed_for_is_left_out(engine: Engine)
     rule = msgspec.structs.replace(OWN, ratio=0.0, left=1e-6)
 
     def work(model: VllmModel, attention: PagedAttention) -> list[list[bool]]:
-        chooser = Chooser(model, attention, 9999)
+        chooser = Chooser(model, attention, MANY)
         kv = canonical(model, attention)
         asked = [*ALL, part(same)]
         alone = finish(chooser.choose(rule, asked, kv, SHARED))

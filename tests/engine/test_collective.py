@@ -13,13 +13,13 @@ import torch
 from vllm import SamplingParams
 
 from td_serve.engine.collective import Group, run_pass
-from td_serve.engine.kept import NOTHING, Run
-from td_serve.engine.kv import KV
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.errors import ModelError
 from td_serve.models.random_model import write_random
 from td_serve.rows import Extent, layout
+from td_serve.store.families import NOTHING, Run
+from td_serve.store.kv import KV
 from td_serve.types import Piece
 from tests.plain import plain_engine
 
@@ -261,7 +261,7 @@ def test_what_is_written_to_pages_is_read_from_there(
         at = torch.arange(count)
         slots = torch.tensor(blocks)[at // BLOCK] * BLOCK + at % BLOCK
         attention.write(0, memory, wanted[0], wanted[1], slots)
-        keys, values = attention.read(memory, blocks, count)
+        keys, values = attention.read(memory, blocks, 0, count)
         return torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])
 
     assert Engine(tmp_path / "tiny", dtype=dtype).in_worker(work)

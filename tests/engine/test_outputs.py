@@ -223,6 +223,47 @@ async def test_what_is_read_too_late_is_computed_and_nobody_uses_what_came_inste
     assert await engines.forget(author.handle.conversation)
 
 
+async def test_a_round_given_up_between_two_reads_leaves_nothing(
+    engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One output has come; the other's lease is never held, and then nobody wants either."""
+    header = some_tokens(HEADER + 30, 90)
+    authors = [await Author.speak(engines, some_tokens(length, 91)) for length in (50, 60)]
+    ids, spans = [*header], []
+    for author in authors:
+        spans.append(Span(start=len(ids), tokens=len(author.put_out)))
+        ids += author.put_out
+    shared = Shared(seed=1)
+    shared.canonical = Canonical(key=key(("given up",), ids), token_ids=ids, segments=spans)
+    work = round_of(shared, [shared.member(length, length) for length in (33, 64)], NONE)
+    (spec,) = work.passes
+    written = find_written(ids, [author.turn() for author in authors], None)
+    work = msgspec.structs.replace(
+        work,
+        passes=[msgspec.structs.replace(spec, written=written)],
+        turns={author.handle.lease: author.handle for author in authors},
+    )
+    keeper = engines.hosts[0].reading.keeper
+    hold = keeper.hold
+
+    async def hold_the_first(handle: Handle, *rest: Any) -> bool:
+        if handle.lease == authors[1].handle.lease:
+            await asyncio.Event().wait()
+        return await hold(handle, *rest)
+
+    monkeypatch.setattr(keeper, "hold", hold_the_first)
+    passes, parts = engines.hosts[0]._passes, engines.prefill_round(work)
+    first = asyncio.ensure_future(anext(parts))
+    async with asyncio.timeout(10):
+        while not await passes.written():  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.02)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await parts.aclose()
+    for author in authors:
+        await engines.forget(author.handle.conversation)
+
+
 async def test_a_keeper_that_does_not_answer_is_not_waited_for(
     engines: LocalEngines, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

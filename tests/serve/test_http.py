@@ -42,6 +42,8 @@ MESSAGES = [{"role": "user", "content": "Hello."}]
 class FakeFrontend:
     """Answers with what it was asked; an agent in `errors` fails, `hold` keeps all waiting."""
 
+    chat_parameters = frozenset(["model", "messages", "max_tokens", "temperature", "stream"])
+
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], Membership | None]] = []
         self.conversations: list[ConversationKey | None] = []
@@ -336,10 +338,18 @@ async def test_td_round_must_be_whole(rig: Rig, field: str) -> None:
 @pytest.mark.parametrize("value", [[], "round 3", 3, {**PLACE, "agents": 2}])
 async def test_td_round_must_be_that_object_and_nothing_else(rig: Rig, value: object) -> None:
     error = await rig.refused(CHAT, {"td_round": value})
-    assert error["param"] == "td_round"
-    assert error["message"].startswith("td_round: ")
     if isinstance(value, dict):
-        assert "unknown field `agents`" in error["message"]
+        assert error["param"] == "td_round.agents"
+        assert "unknown key 'agents', did you mean 'agent'?" in error["message"]
+    else:
+        assert error["param"] == "td_round"
+        assert error["message"].startswith("td_round: ")
+
+
+async def test_what_is_nearly_td_round_is_refused(rig: Rig) -> None:
+    error = await rig.refused(CHAT, {"td_rounds": PLACE})
+    assert error["param"] == "td_rounds"
+    assert "did you mean 'td_round'?" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -525,12 +535,18 @@ async def test_a_round_without_the_last_ones_record_is_a_conflict(rig: Rig, stre
 @pytest.mark.parametrize(
     ("change", "param", "message"),
     [
-        ({"rond": 1}, None, "unknown field `rond`"),
+        ({"rond": 1}, "rond", "unknown key 'rond', did you mean 'round'?"),
         (
             {"agents": [{"agent": "ada", "taks": ""}]},
-            "agents[0]",
-            "unknown field `taks`",
+            "agents[0].taks",
+            "unknown key 'taks', did you mean 'task'?",
         ),
+        (
+            {"temperature": 0},
+            "temperature",
+            "a parameter of chat completions goes into `completion`",
+        ),
+        ({"completion": {"max_token": 1}}, "completion.max_token", "did you mean 'max_tokens'?"),
         ({"agents": []}, "agents", "length >= 1"),
         ({"agents": [{"agent": "ada"}, {"agent": "ada"}]}, "agents", "'ada' stands 2 times"),
         ({"agents": [{"agent": ""}]}, "agents[0].agent", "length >= 1"),
@@ -544,7 +560,11 @@ async def test_a_round_without_the_last_ones_record_is_a_conflict(rig: Rig, stre
         ({"sim": ""}, "sim", "length >= 1"),
         ({"round": -1}, "round", ">= 0"),
         ({"round": 2**64}, "round", "Expected `int`"),
-        ({"layout": "other"}, "layout", "other"),
+        (
+            {"layout": "shared_frist"},
+            "layout",
+            "'shared_frist', did you mean 'shared_first'? expected one of history_first, shared",
+        ),
         ({"stream": "yes"}, "stream", "Expected `bool`"),
         ({"deadline_ms": 0}, "deadline_ms", ">= 1"),
         ({"shared": [{"agent": "a", "text": 1}]}, "shared[0].text", "Expected `str`"),

@@ -154,6 +154,8 @@ async def test_a_conversation_is_its_tenants(rig: Rig) -> None:
 class Playing:
     """A frontend that has members of rounds served by the real coordinator."""
 
+    chat_parameters = frozenset(["max_tokens"])
+
     def __init__(self) -> None:
         self.engines = FakeEngines()
         self.coordinator = RoundCoordinator(

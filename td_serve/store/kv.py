@@ -23,11 +23,22 @@ class KV:
     def bytes(self) -> int:
         return sum(part.element_size() * part.numel() for part in [*self.keys, *self.values])
 
+    def at(self, layer: int, some: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some tokens in one layer."""
+        return self.keys[layer][some], self.values[layer][some]
+
     def part(self, first: int, last: int) -> KV:
         """Tokens [first, last), in memory of their own."""
         return KV(
             [keys[first:last].clone() for keys in self.keys],
             [values[first:last].clone() for values in self.values],
+        )
+
+    def rows(self, places: torch.Tensor) -> KV:
+        """The tokens at these places."""
+        return KV(
+            [keys.index_select(0, places) for keys in self.keys],
+            [values.index_select(0, places) for values in self.values],
         )
 
     def followed_by(self, other: KV) -> KV:

@@ -1,0 +1,1 @@
+"""What is kept of KV between rounds, and how."""

@@ -1,0 +1,183 @@
+"""What passes leave in a prefill engine's worker: canonical sequences, histories, mirrors; and
+what has been read for them.
+
+A mirror is kept as what is to be loaded, until its request has loaded it or its round has been
+prefilled; as how the member's next prompt begins, until room is wanted. It holds what it refers to
+for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from td_serve.segments import alike
+from td_serve.store.codecs import BEGINNING, LOSSLESS, Codec, Codecs, Coded
+from td_serve.store.families import NOTHING, CodedRun, History, Mirror, Run
+from td_serve.store.kv import KV
+
+CANONICAL, AHEAD, HISTORY, WRITTEN = "canonical", "ahead", "history", "written"
+"""Kinds of runs: what all share, keys before rotation; a guess at it that goes on otherwise than
+what is kept; what a member's prompt begins with; and what a turn has put out, keys before
+rotation, until the pass that takes it over."""
+
+
+class RoundStore:
+    """All that passes have left. What is kept goes, the least recently used first, when together it
+    holds more than `budget_bytes` (the last one stays, whatever its size); what several hold counts
+    once. What a mirror holds stays with it: all mirrors that are to be loaded may have as much
+    again in own rows (`worker`)."""
+
+    def __init__(self, budget_bytes: int, codecs: Codecs = LOSSLESS) -> None:
+        self.budget_bytes = budget_bytes
+        self.codecs = codecs
+        """How histories' own rows are kept."""
+        self._kept: OrderedDict[tuple[str, str], History] = OrderedDict()
+        self._holders: Counter[int] = Counter()
+        """How many of what is kept hold a KV, by its identity."""
+        self._bytes = 0
+        self.mirrors: dict[str, Mirror] = {}
+        """Those that are to be loaded."""
+        self.spent: dict[str, float] = {}
+        """Seconds from beginning to end of each phase of passes and loads, summed up."""
+
+    @contextlib.contextmanager
+    def spending(self, phase: str) -> Iterator[None]:
+        """Count the time within; what else the engine did meanwhile counts, too."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - began
+            self.spent[phase] = self.spent.get(phase, 0.0) + took
+
+    def find(self, kind: str, name: str, token_ids: Sequence[int]) -> tuple[History, int]:
+        """What is kept under a name, and how many of `token_ids` it begins with."""
+        found = self._kept.get((kind, name), NOTHING)
+        common = alike(found.token_ids, token_ids)
+        if not common:
+            return NOTHING, 0
+        self._kept.move_to_end((kind, name))
+        return found, common
+
+    def find_run(self, kind: str, name: str, token_ids: Sequence[int]) -> tuple[Run, int]:
+        """The same of a kind of which runs are kept alone."""
+        found, common = self.find(kind, name, token_ids)
+        assert isinstance(found, Run), f"a {kind} is kept as a {type(found).__name__}"
+        return found, common
+
+    def keep(self, kind: str, name: str, one: History) -> None:
+        """Keep something in place of what was kept under its name. Where a canonical sequence has
+        grown, mirrors refer to the longer one."""
+        before = self._kept.get((kind, name))
+        if kind == CANONICAL and isinstance(before, Run) and isinstance(one, Run):
+            self._refer(before, one)
+        self.drop(kind, name)
+        self._kept[kind, name] = one
+        self._hold(one)
+        while self._bytes > self.budget_bytes and len(self._kept) > 1:
+            self.drop(*next(iter(self._kept)))
+
+    def misses(self, name: str, token_ids: Sequence[int], is_behind: bool) -> int:
+        """From which token on a history lacks what an engine has computed of a prompt; -1 if it
+        lacks nothing. `is_behind` a mirror, only that can be added to it: the rest is its own."""
+        history, common = self.find(HISTORY, name, token_ids)
+        if common == len(token_ids):
+            return -1
+        if not is_behind:
+            return 0
+        goes_on = isinstance(history, Mirror) and common == len(history.token_ids)
+        return common if goes_on else -1
+
+    def keep_longer(self, name: str, token_ids: list[int], kv: KV) -> None:
+        """Keep a prompt as a history: all of it, or, where there are fewer tokens in `kv`, what is
+        kept and these behind it."""
+        is_whole = kv.tokens == len(token_ids)
+        coded = self._coded(kv, BEGINNING if is_whole else 0)
+        if not is_whole:
+            history = self.get(HISTORY, name)
+            assert isinstance(history, Mirror), "rows go on behind a mirror alone"
+            self.keep(HISTORY, name, history.followed_by(token_ids, coded))
+        elif isinstance(coded, KV):
+            self.keep(HISTORY, name, Run(token_ids, coded))
+        else:
+            self.keep(HISTORY, name, CodedRun(token_ids, coded))
+
+    def _coded(self, kv: KV, beginning: int) -> KV | Coded:
+        """What is a member's own, as it is kept."""
+        codec = self.codecs.private
+        return kv if codec is Codec.LOSSLESS else Coded.of(kv, codec, beginning)
+
+    def _refer(self, before: Run, now: Run) -> None:
+        if alike(before.token_ids, now.token_ids) < len(before.token_ids):
+            return
+        for place, one in self._kept.items():
+            if isinstance(one, Mirror) and one.canonical is before:
+                mirror = replace(one, canonical=now)
+                self._hold(mirror)
+                self._let_go(one)
+                self._kept[place] = mirror
+
+    def _hold(self, one: History) -> None:
+        for kv in one.holds():
+            self._bytes += 0 if self._holders[id(kv)] else kv.bytes
+            self._holders[id(kv)] += 1
+
+    def _let_go(self, one: History) -> None:
+        for kv in one.holds():
+            self._holders[id(kv)] -= 1
+            if not self._holders[id(kv)]:
+                del self._holders[id(kv)]
+                self._bytes -= kv.bytes
+
+    def touch(self, kind: str, name: str) -> None:
+        """It has been used, if it is kept."""
+        if (kind, name) in self._kept:
+            self._kept.move_to_end((kind, name))
+
+    def names(self, kind: str) -> list[str]:
+        """Under which names anything of a kind is kept."""
+        return [name for one, name in self._kept if one == kind]
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether anything is kept under a name."""
+        return (kind, name) in self._kept
+
+    def get(self, kind: str, name: str) -> History:
+        """What is kept under a name, all of it. Raises KeyError."""
+        return self._kept[kind, name]
+
+    def drop(self, kind: str, name: str) -> None:
+        """Keep nothing under this name; if nothing is, nothing changes."""
+        if (one := self._kept.pop((kind, name), None)) is not None:
+            self._let_go(one)
+
+    @property
+    def bytes_to_load(self) -> int:
+        """What mirrors hold that are to be loaded, and nothing else does."""
+        held = {id(kv): kv.bytes for one in self.mirrors.values() for kv in one.holds()}
+        return sum(size for kv, size in held.items() if not self._holders[kv])
+
+    def release(self, names: Iterable[str]) -> None:
+        """These mirrors are not needed any more; unknown names change nothing."""
+        for name in names:
+            self.mirrors.pop(name, None)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError."""
+        held = {id(kv): kv for one in self._kept.values() for kv in one.holds()}
+        assert self._bytes == sum(kv.bytes for kv in held.values()), "miscounted bytes"
+        holders = Counter(id(kv) for one in self._kept.values() for kv in one.holds())
+        assert self._holders == holders, "miscounted holders"
+        assert self._bytes <= self.budget_bytes or len(self._kept) == 1, "more than there is room"
+        kept = [one for one in self._kept.values() if isinstance(one, Mirror)]
+        for mirror in [*kept, *self.mirrors.values()]:
+            tokens = len(mirror.token_ids)
+            own = sum(len(rows.positions) for rows in mirror.own)
+            parts = mirror.history_tokens + len(mirror.cached) + own
+            assert parts == tokens, f"a mirror of {tokens} tokens has {parts}"
+            for rows in mirror.own:
+                assert rows.kv.tokens >= len(rows.positions), "a mirror has rows without KV"
