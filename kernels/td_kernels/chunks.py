@@ -1,0 +1,19 @@
+"""How much of a tensor is worked on at once on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+CHUNK_BYTES = 2**19
+"""Temporaries of this size stay in a core's second cache, and their memory is not asked of the
+system anew. Measured on an AMD EPYC with 1 MiB of it: to restore 30 layers of 3,000 tokens of 768
+bytes takes the same from 2**18 to 2**20, and twice as long with all tokens at once."""
+
+
+def chunks(rows: torch.Tensor, count: int | None = None) -> Iterator[slice]:
+    """So many rows like these (None: these), a few at a time."""
+    count = len(rows) if count is None else count
+    step = max(1, CHUNK_BYTES // max(1, rows[:1].numel() * rows.element_size()))
+    return (slice(first, min(first + step, count)) for first in range(0, count, step))
