@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from td_kernels.fused_restore import fused_restore
+from td_kernels.dispatch import uses_triton
+from td_kernels.fused_restore import check, cpu, fused_restore
 from td_kernels.planes import Planes, Turn
 
 
@@ -37,8 +38,15 @@ def restore_layers(
         with torch.cuda.device(device):
             _overlapped(masters, patches, source, slots, pages, turn)
         return
+    if device.type != "cpu" or uses_triton(source):
+        for master, patch, page in zip(masters, patches, pages, strict=True):
+            fused_restore(master, patch, source, slots, page, turn)
+        return
     for master, patch, page in zip(masters, patches, pages, strict=True):
-        fused_restore(master, patch, source, slots, page, turn)
+        check(master, patch, source, slots, page, turn)
+    plan = cpu.plan(source, slots, turn)
+    for master, patch, page in zip(masters, patches, pages, strict=True):
+        cpu.restore(master, patch, plan, page)
 
 
 def _overlapped(

@@ -38,7 +38,7 @@ def fused_restore(
     Raises ValueError. What is out of range is found on a CPU alone; on CUDA, rows that do not exist
     become NaN, and slots that do not exist are left out.
     """
-    _check(master, patch, source, slots, pages, turn)
+    check(master, patch, source, slots, pages, turn)
     if not len(source) or not pages.keys.numel():
         return
     if uses_triton(pages.keys):
@@ -49,7 +49,7 @@ def fused_restore(
     else:
         from td_kernels.fused_restore import cpu
 
-        cpu.restore(master, patch, source, slots, pages, turn)
+        cpu.restore(master, patch, cpu.plan(source, slots, turn), pages)
 
 
 def dense_restore(
@@ -62,14 +62,15 @@ def dense_restore(
 ) -> None:
     """The same by way of a mirror in memory of its own: the whole master copied, what differs
     written over it, all of it turned and then written into the pages."""
-    _check(master, patch, source, slots, pages, turn)
+    check(master, patch, source, slots, pages, turn)
     if len(source) and pages.keys.numel():
         from td_kernels.fused_restore import dense
 
-        dense.restore(master, patch, source, slots, pages, turn)
+        by = dense.plan(source, slots, pages.keys.shape[1])
+        dense.restore(master, patch, by, pages, turn)
 
 
-def _check(
+def check(
     master: Planes,
     patch: Planes,
     source: torch.Tensor,
@@ -77,6 +78,7 @@ def _check(
     pages: Planes,
     turn: Turn | None,
 ) -> None:
+    """Raises ValueError unless this layer of a mirror can be restored so."""
     like = pages.keys
     checks.shaped("pages.keys", like, blocks=None, block_size=None, heads=None, size=None)
     checks.typed("pages.keys", like, *checks.STORED)

@@ -1,56 +1,63 @@
-"""A few rows at a time, from master or patch to the pages; what stays is not computed with."""
+"""A few rows at a time, from master or patch to the pages; what stays is not computed with.
+
+A plan has what is the same in all layers of a mirror: `td_kernels.restore_pipeline` makes it once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from td_kernels.checks import bits
 from td_kernels.chunks import chunks
 from td_kernels.planes import Planes, Turn
-from td_kernels.rotate.cpu import turn, turn_rows
+from td_kernels.rotate.cpu import Factors, turn_rows, turning
 
 
-def restore(
-    master: Planes,
-    patch: Planes,
-    source: torch.Tensor,
-    slots: torch.Tensor,
-    pages: Planes,
-    by: Turn | None,
-) -> None:
-    """See `td_kernels.fused_restore.fused_restore`."""
+class Part(NamedTuple):
+    """Rows of the master, or of the patch, that are turned, or stay."""
+
+    is_patch: bool
+    rows: torch.Tensor
+    slots: torch.Tensor
+    factors: Factors | None
+    """How each of them is turned; None: they stay."""
+    neox: bool
+
+
+def plan(source: torch.Tensor, slots: torch.Tensor, turn: Turn | None) -> list[Part]:
+    """All that has a slot, in up to four parts."""
     is_live = slots >= 0
-    stays = is_live if by is None else by.to == (-1 if by.from_ is None else by.from_)
-    # Master and patch by themselves, and of each what stays and what is turned: at most four parts.
-    for planes, rows in ((master, source), (patch, -1 - source)):
+    stays = is_live
+    if turn is not None:
+        stays = is_live & (turn.to == (-1 if turn.from_ is None else turn.from_))
+    parts = []
+    for is_patch, rows in ((False, source), (True, -1 - source)):
         is_here = is_live & (rows >= 0)
-        (staying,) = (is_here & stays).nonzero(as_tuple=True)
-        _move(planes, rows[staying], slots[staying], pages, None)
-        if by is not None:
-            (turned,) = (is_here & ~stays).nonzero(as_tuple=True)
-            from_ = None if by.from_ is None else by.from_[turned]
-            one = by._replace(to=by.to[turned], from_=from_)
-            _move(planes, rows[turned], slots[turned], pages, one)
+        (some,) = (is_here & stays).nonzero(as_tuple=True)
+        parts.append(Part(is_patch, rows[some], slots[some], None, neox=True))
+        if turn is not None:
+            (some,) = (is_here & ~stays).nonzero(as_tuple=True)
+            from_ = None if turn.from_ is None else turn.from_[some]
+            factors = turning(turn.table, turn.to[some], from_)
+            parts.append(Part(is_patch, rows[some], slots[some], factors, turn.neox))
+    return [part for part in parts if len(part.rows)]
 
 
-def _move(
-    planes: Planes, rows: torch.Tensor, slots: torch.Tensor, pages: Planes, by: Turn | None
-) -> None:
-    if not len(rows):
-        return
+def restore(master: Planes, patch: Planes, parts: list[Part], pages: Planes) -> None:
+    """See `td_kernels.fused_restore.fused_restore`."""
     put_keys, put_values = _put(pages.keys), _put(pages.values)
-    keys, values = bits(planes.keys), bits(planes.values)
-    factors = None if by is None else turn(by.table, by.to, by.from_)
-    for some in chunks(keys, len(rows)):
-        key_rows = keys.index_select(0, rows[some])
-        if by is not None and factors is not None:
-            cos, sin = (factor[some] for factor in factors)
-            floats = key_rows.view(pages.keys.dtype)
-            turn_rows(floats, cos, sin, by.neox, floats)
-        put_keys(slots[some], key_rows)
-        put_values(slots[some], values.index_select(0, rows[some]))
+    for part in parts:
+        keys, values = (bits(plane) for plane in (patch if part.is_patch else master))
+        for some in chunks(keys, len(part.rows)):
+            key_rows = keys.index_select(0, part.rows[some])
+            if part.factors is not None:
+                floats = key_rows.view(pages.keys.dtype)
+                turn_rows(floats, part.factors.part(some), part.neox, floats)
+            put_keys(part.slots[some], key_rows)
+            put_values(part.slots[some], values.index_select(0, part.rows[some]))
 
 
 def _put(pages: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], object]:
