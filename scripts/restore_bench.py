@@ -13,7 +13,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,13 +74,13 @@ def mirrors(shape: Shape, device: str) -> Iterator[Mirror]:
     lie in no order."""
     layers, heads, size, tokens, patch, count, dtype = shape
     draw = torch.Generator().manual_seed(0)
+    draw_there = torch.Generator(device).manual_seed(0)
 
     def planes(*dimensions: int) -> Planes:
-        made = torch.randn(2, *dimensions, generator=draw).to(device, dtype)
+        made = torch.randn(2, *dimensions, generator=draw_there, device=device).to(dtype)
         return Planes(made[0], made[1])
 
-    angles = torch.arange(2 * tokens)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)
-    table = torch.cat([angles.cos(), angles.sin()], -1).to(device)
+    table = rotary_table(tokens + 7 + count, size).to(device)
     masters = [planes(tokens, heads, size) for _ in range(layers)]
     blocks = -(-tokens // BLOCK_SIZE)
     for number in range(count):
@@ -96,9 +96,17 @@ def mirrors(shape: Shape, device: str) -> Iterator[Mirror]:
         turn = Turn(table, to.to(device), torch.where(source < 0, to, -1).to(device))
         source, slots = source.to(device), slots.to(device)
         patches = [planes(len(own), heads, size) for _ in masters]
-        pages = [planes(blocks, BLOCK_SIZE, heads, size) for _ in masters]
+        # What is left in the last block keeps its NaN.
+        room = torch.full((layers, 2, blocks, BLOCK_SIZE, heads, size), torch.nan, dtype=dtype)
+        pages = [Planes(one[0], one[1]) for one in room.to(device)]
         plan = dense.plan(source, slots, BLOCK_SIZE)
         yield Mirror(masters, patches, pages, source, slots, turn, plan)
+
+
+def rotary_table(positions: int, rotary: int) -> torch.Tensor:
+    """Cosines, then sines, float32."""
+    angles = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
+    return torch.cat([angles.cos(), angles.sin()], -1)
 
 
 def check(mirror: Mirror) -> None:
@@ -115,7 +123,7 @@ def check(mirror: Mirror) -> None:
             torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
-def alternating(runs: list[Callable[[], None]], repeats: int) -> list[float]:
+def alternating(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """Median seconds of each; they take turns, so that what else goes on hits all of them."""
     took: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
