@@ -150,8 +150,8 @@ def test_blocks_that_nobody_has_checked_are_not_written() -> None:
     from td_kernels.diff_apply import triton
 
     plane = laid(poisoned(4, 3, dtype=torch.float32), "offset", "cpu")
-    rows = random(1, 6, 3)
-    triton.apply([(plane, rows)], torch.tensor([-1, 1, 2**40]), 2)
+    rows = random(1, 8, 3)
+    triton.apply([(plane, rows)], torch.tensor([-1, 1, 2, 2**40]), 2)
     assert_same(plane[2:], rows[2:4])
     assert plane[:2].isnan().all()
     assert_untouched_around(plane)

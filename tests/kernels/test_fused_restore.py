@@ -30,7 +30,14 @@ from tests.kernels.tensors import (
 from tests.kernels.tensors import laid as laid_out
 
 POSITIONS = 30
-PAGES = ("keys, then values", "block by block", "head by head", "alone", "numbers apart")
+PAGES = (
+    "keys, then values",
+    "block by block",
+    "head by head",
+    "alone",
+    "each its own way",
+    "numbers apart",
+)
 """How pages lie in memory; the first three are vLLM's."""
 
 restores = pytest.mark.parametrize("restore", [fused_restore, dense_restore])
@@ -50,6 +57,9 @@ def pages_of(layout: str, shape: tuple[int, int, int, int], dtype: torch.dtype) 
         return Planes(memory[..., :size], memory[..., size:])
     if layout == "alone":
         return Planes(poisoned(*shape, dtype=dtype), poisoned(*shape, dtype=dtype))
+    if layout == "each its own way":
+        memory = poisoned(heads, block_size, blocks, size + 1, dtype=dtype)
+        return Planes(poisoned(*shape, dtype=dtype), memory.permute(2, 1, 0, 3)[..., 1:])
     memory = poisoned(*shape[:-1], 2 * size, dtype=dtype)
     return Planes(memory[..., ::2], memory[..., 1::2])
 
@@ -57,7 +67,7 @@ def pages_of(layout: str, shape: tuple[int, int, int, int], dtype: torch.dtype) 
 @st.composite
 def mirrors(draw: st.DrawFn) -> dict[str, Any]:
     """One layer of a mirror, and where it goes; pages are still a layout and a shape."""
-    dtype, seed, layout = draw(stored), draw(seeds), draw(layouts)
+    dtype, seed, of_planes = draw(stored), draw(seeds), draw(st.tuples(*4 * [layouts]))
     heads, size = draw(st.integers(1, 5)), draw(st.sampled_from([2, 4, 6, 8, 16]))
     counts = draw(st.integers(0, 6)), draw(st.integers(0, 6))
     blocks, block_size = draw(st.integers(1, 4)), draw(st.integers(1, 5))
@@ -94,21 +104,25 @@ def mirrors(draw: st.DrawFn) -> dict[str, Any]:
         "source": torch.tensor(source, dtype=torch.int64),
         "slots": torch.tensor(slots, dtype=torch.int64),
         "turn": turn,
-        "layout": layout,
+        "layouts": of_planes,
         "shape": (blocks, block_size, heads, size),
     }
 
 
 def moved(mirror: dict[str, Any], device: str) -> dict[str, Any]:
-    """The same on a device, in memory of its layout; without pages."""
+    """The same on a device, in memory of its layouts; without pages."""
     turn = mirror["turn"]
     if turn is not None:
         turn = Turn(*(None if one is None else one.to(device) for one in turn[:3]), neox=turn.neox)
+    there = [
+        laid_out(plane, layout, device)
+        for plane, layout in zip(
+            (*mirror["master"], *mirror["patch"]), mirror["layouts"], strict=True
+        )
+    ]
     return {
-        **{
-            name: Planes(*(laid_out(plane, mirror["layout"], device) for plane in mirror[name]))
-            for name in ("master", "patch")
-        },
+        "master": Planes(*there[:2]),
+        "patch": Planes(*there[2:]),
         **{name: mirror[name].to(device) for name in ("source", "slots")},
         "turn": turn,
     }
@@ -177,7 +191,7 @@ def test_one_token_alone(device: str, restore: Callable[..., None], layout: str)
         "source": torch.tensor([0]),
         "slots": torch.tensor([1]),
         "turn": Turn(rotary_table(POSITIONS, 6), torch.tensor([5])),
-        "layout": layout,
+        "layouts": [layout, "packed", "offset", layout],
     }
     pages = pages_of("alone", (2, 1, 3, 8), torch.float32)
     found = restored(restore, mirror, pages, device)
