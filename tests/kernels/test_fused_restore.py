@@ -183,21 +183,40 @@ def test_keys_and_values_may_share_their_memory(device: str, restore: Callable[.
 
 
 @restores
+@pytest.mark.parametrize("pages_layout", PAGES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_token_alone(device: str, restore: Callable[..., None], layout: str) -> None:
+def test_each_token_goes_to_its_slot(
+    device: str, restore: Callable[..., None], layout: str, pages_layout: str
+) -> None:
     mirror = {
-        "master": Planes(random(1, 1, 3, 8), random(2, 1, 3, 8)),
-        "patch": Planes(random(1, 0, 3, 8), random(2, 0, 3, 8)),
-        "source": torch.tensor([0]),
-        "slots": torch.tensor([1]),
-        "turn": Turn(rotary_table(POSITIONS, 6), torch.tensor([5])),
+        "master": Planes(random(1, 2, 3, 8), random(2, 2, 3, 8)),
+        "patch": Planes(random(3, 1, 3, 8), random(4, 1, 3, 8)),
+        "source": torch.tensor([1, -1]),
+        "slots": torch.tensor([5, 1]),
+        "turn": Turn(rotary_table(POSITIONS, 6), torch.tensor([5, 7]), torch.tensor([-1, 7])),
         "layouts": [layout, "packed", "offset", layout],
     }
-    pages = pages_of("alone", (2, 1, 3, 8), torch.float32)
+    pages = pages_of(pages_layout, (3, 2, 3, 8), torch.float32)
     found = restored(restore, mirror, pages, device)
-    assert_same(found.values[1, 0], mirror["master"].values[0])
-    assert_same(found.keys[1, 0, :, 6:], mirror["master"].keys[0, :, 6:])
-    assert found.keys[0].isnan().all()
+    master, patch = mirror["master"], mirror["patch"]
+    assert_same(found.values[2, 1], master.values[1])
+    assert_same(found.keys[2, 1, :, 6:], master.keys[1, :, 6:])
+    assert_same(found.values[0, 1], patch.values[0])
+    assert_same(found.keys[0, 1], patch.keys[0])
+    for plane in found:
+        assert plane.isnan().flatten(2).all(2).tolist() == [
+            [True, False],
+            [True] * 2,
+            [True, False],
+        ]
+
+
+@restores
+def test_one_token_alone(device: str, restore: Callable[..., None]) -> None:
+    rows, nothing = torch.ones(1, 1, 2, device=device), torch.ones(0, 1, 2, device=device)
+    at, page = torch.tensor([0], device=device), torch.zeros(1, 1, 1, 2, device=device)
+    restore(Planes(rows, rows), Planes(nothing, nothing), at, at, Planes(page, page.clone()))
+    assert page.flatten().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("far", ["pages", "master", "patch"])
