@@ -31,7 +31,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def small_pieces() -> Iterator[None]:
     """Small tensors are worked on in several pieces, too."""
     with pytest.MonkeyPatch.context() as patch:
