@@ -8,7 +8,7 @@ EXTRA ?= cpu
 MODEL := smollm2-135m-instruct
 BIN := .venv/bin
 
-.PHONY: setup demo test check bench lmcache clean help
+.PHONY: setup demo test check bench gpu-check lmcache clean help
 
 setup: ## build .venv: vLLM, Ray and the tools (about 3 GB; EXTRA=cuda for NVIDIA GPUs)
 	@[ -n "$(PYTHON)" ] || { echo "setup: no Python found; install Python 3.11 with its venv module" >&2; exit 1; }
@@ -32,6 +32,10 @@ bench: setup ## measure the server on this machine; writes bench.json
 	@$(BIN)/td-serve model fetch $(MODEL)
 	@$(BIN)/td-serve bench serve --json bench.json
 
+gpu-check: ## hold the kernels against their references on a GPU, measure them; writes docs/gpu_check.md
+	@[ -n "$(PYTHON)" ] || { echo "gpu-check: no Python found" >&2; exit 1; }
+	@$(PYTHON) scripts/gpu_check.py
+
 lmcache: setup ## add LMCache's storage backends
 	@$(BIN)/python -m pip install --quiet --no-deps --constraint constraints-cpu.txt lmcache==0.5.6 sortedcontainers aiofile caio
 
@@ -39,4 +43,4 @@ clean: ## stop what this checkout left running; remove .venv and caches
 	@python3 scripts/clean.py
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
