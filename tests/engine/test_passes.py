@@ -482,7 +482,7 @@ def poor(model: Path) -> Iterator[Engine]:
 
 def test_a_pass_that_would_keep_more_than_it_may_is_refused(poor: Engine) -> None:
     round_ = Round(70, seed=10)
-    with pytest.raises(Exception, match="for 170 rows, and 0 for .*at most 524288"):
+    with pytest.raises(Exception, match=r"for 170 rows, and 0 for .*at most 524288"):
         poor.run(spec_of(round_, members_of(round_, 100), FULL))
     assert poor.mirrors() == 0
     small = members_of(round_, 10)
