@@ -167,6 +167,7 @@ class PassEngine:
         }
         played = self._answer(round_, salts, ready, max_tokens)
         spent = self._call("td_spent")
+        self._step([0], {})  # what requests leave is taken out of their pages in the next step
         if release:
             self.release(reuse)
         spared = sum(one.local + one.reused for one in counted.values())
@@ -212,7 +213,6 @@ class PassEngine:
         """What the histories of a round that has been played take."""
         from td_serve.store.sizes import FamilySize
 
-        self._step([0], {})  # what a request leaves is taken out of its pages in the next step
         names = [member.history for spec in reuse.passes for member in spec.members]
         return msgspec.json.decode(self._call("td_sizes", names), type=FamilySize)
 

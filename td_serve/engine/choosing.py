@@ -158,7 +158,7 @@ def _whole(part: Part, rule: Rule) -> Part:
 def _as_seen(shared: Shared, segments: Sequence[Span], seen: torch.Tensor) -> Shared:
     """What is shared of these segments, with what has been seen of it (see `Chooser._see`)."""
     deviations, scores = seen.tolist()
-    return Shared(shared.tokens, segments, deviations, scores, shared.known)
+    return replace(shared, segments=segments, deviations=deviations, scores=scores)
 
 
 def _choosing(rule: Recovery, parts: Sequence[Part], shared: Shared) -> list[Part]:

@@ -43,6 +43,14 @@ class Part:
         return [Span(start=one.source, tokens=one.tokens) for one in self.pieces]
 
     @property
+    def behind(self) -> int:
+        """How many tokens of its own are computed behind the first that it shares, which may stand
+        in its history."""
+        first = max(private(self.member), self.history_tokens)
+        shared = sum(piece.tokens for piece in self.pieces)
+        return len(self.member.token_ids) - first - shared
+
+    @property
     def extent(self) -> Extent:
         return Extent(
             tokens=len(self.member.token_ids), history=self.history_tokens, pieces=self.pieces

@@ -344,7 +344,9 @@ class Passes:
         parts = [self._part(member, spec) for member in spec.members]
         still = _still_shared(spec.canonical, parts)
         known = _tokens(spec.canonical.segments) - _tokens(still)
-        return parts, Shared(len(spec.canonical.token_ids), still, known=known)
+        own = [part.behind for part in parts if part.pieces]
+        behind = sum(own) / max(1, len(own))
+        return parts, Shared(len(spec.canonical.token_ids), still, known=known, behind=behind)
 
     def _part(self, member: MemberPass, spec: PassSpec) -> Part:
         """A member with what is kept of how its prompt begins, and can be used; of the canonical

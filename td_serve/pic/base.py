@@ -18,7 +18,8 @@ from td_serve.types import Span
 class Shared:
     """What a rule chooses from: `segments` of a canonical sequence of `tokens` tokens, in order, or
     their ends. What stands before them is nobody's; `known` more tokens are shared, and in all
-    members' histories already.
+    members' histories already. `behind` the first of it stand so many tokens of a member's own, on
+    average: they are computed with it in view.
 
     `deviations` says of each token how far its keys, in a member's own context, are from the
     canonical ones at the rule's check layer: the squared distance over those' squared length. Empty
@@ -32,6 +33,7 @@ class Shared:
     deviations: Sequence[float] = ()
     scores: Sequence[float] = ()
     known: int = 0
+    behind: float = 0.0
 
     def places(self) -> list[int]:
         """Every shared token's place in the canonical sequence, in order."""

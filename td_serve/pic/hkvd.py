@@ -9,7 +9,10 @@ Of tokens that deviate as much those matter more that what is asked attends to: 
 what must be computed on the harder texts. What is left is counted without it.
 
 How much deviation is left unmended tells how far answers will be from exact ones, better than any
-fixed share of the tokens: some texts need a tenth of it, others half.
+fixed share of the tokens: some texts need a tenth of it, others half. Where a member's own text
+stands between the shared ones (a transcript), it is computed with what is left in view, and carries
+it on: it counts as if it deviated as much. Without that, answers on a village of three that talk
+for hours were .023 nats from exact ones, over 32 tokens; with it they are as near as elsewhere.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from td_serve.pic.base import Settled, Shared, mask
 class HighestDeviation:
     """Those that deviate most, or matter most where that is known, in runs of `run` tokens: as many
     as it takes until the others deviate by `left` or less, averaged over all that are not known
-    yet. Where that is more than a share `ratio` of all, nothing is chosen. Without such a goal
-    (`left` 0) it is that share.
+    yet, and by the less, the more of members' own text is computed behind them. Where that is more
+    than a share `ratio` of all, nothing is chosen. Without such a goal (`left` 0) it is that share.
 
     `first` is a rule whose choice comes first and counts, even where it is more than that.
     """
@@ -41,7 +44,7 @@ class HighestDeviation:
 
     def chosen(self, shared: Shared) -> list[bool] | None:
         places = shared.places()
-        goal = self._left * len(places)
+        goal = self._left * len(places) ** 2 / max(1.0, len(places) + shared.behind)
         is_too_much = False
         made = mask(shared, ()) if self._first is None else self._first.chosen(shared)
         # What is too much is so of all that is shared; a share without a goal, of what is new.

@@ -65,6 +65,7 @@ def assert_blended(cluster: Cluster, sim: str, number: int) -> None:
     assert all(one["why_no_passes"] is None for one in cluster.replicas())
     logged = cluster.logged()
     assert f"round {number} of sim {sim!r}: 3 members, 0 absent, 3 share texts" in logged
+    assert f"round {number} of sim {sim!r}: 3 of those that share texts were blended" in logged
     assert f"round {number} of session {sim!r}: the pass failed" not in logged
 
 
