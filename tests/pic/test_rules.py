@@ -149,3 +149,24 @@ def test_a_share_of_the_layers_is_looked_at_and_never_the_first_alone(
     """Layer 0 has no deviations: it sees tokens and nothing else."""
     assert recovery(Rule(name=RuleName.HKVD, depth=depth), 4).check_layer(layers) == layer
     assert recovery(Rule(name=RuleName.FIRST_K), 4).check_layer(layers) is None
+
+
+@given(segments(), st.floats(0.01, 1.0), st.floats(0, 200), some_deviations)
+def test_what_stands_behind_counts_as_if_it_deviated(
+    spans: list[Span], left: float, behind: float, deviations: list[float]
+) -> None:
+    """Shared tokens and a member's own behind them are left as much together as shared ones are
+    where they stand alone."""
+    tokens = spans[-1].start + spans[-1].tokens if spans else HEADER
+    shared = Shared(tokens, spans, deviations, behind=behind)
+    found = recovery(Rule(name=RuleName.HKVD, ratio=1.0, left=left), 4).chosen(shared)
+    assert found is not None
+    every = places(spans)
+    rest = sum(deviations[at] for at in every if not found[at])
+    mean = rest / max(1, len(every))
+    assert mean * (len(every) + behind) <= left * len(every) + 1e-9 * (1 + behind)
+    alone = recovery(Rule(name=RuleName.HKVD, ratio=1.0, left=left), 4).chosen(
+        Shared(tokens, spans, deviations)
+    )
+    assert alone is not None
+    assert all(now or not before for before, now in zip(alone, found, strict=True))
