@@ -26,6 +26,7 @@ from td_serve.types import (
 )
 
 if TYPE_CHECKING:
+    from td_serve.bench.restore_worker import Restored
     from td_serve.bench.scoring import Score
     from td_serve.store.codecs import Codecs
     from td_serve.store.sizes import FamilySize
@@ -68,7 +69,7 @@ class PassEngine:
             # Or vLLM would measure how much memory there is.
             kv_cache_memory_bytes=2**29,
             num_gpu_blocks_override=-(-pool_tokens // BLOCK_SIZE),
-            worker_extension_cls="td_serve.bench.scoring.ScoringWorker",
+            worker_extension_cls="td_serve.bench.restore_worker.BenchWorker",
             kv_transfer_config=KVTransferConfig(
                 kv_connector="RoundConnector",
                 kv_connector_module_path="td_serve.engine.restoring",
@@ -208,6 +209,13 @@ class PassEngine:
         names = {one.request_id: one.history for spec in reuse.passes for one in spec.members}
         exactly: bool = self._call("td_kept_exactly", names)
         return exactly
+
+    def restored(self, reuse: Reuse, repeats: int) -> Restored:
+        """How long it takes to bring what was made of a round's members into pages."""
+        from td_serve.bench.restore_worker import Restored
+
+        requests = [member.request_id for spec in reuse.passes for member in spec.members]
+        return msgspec.json.decode(self._call("td_restore", requests, repeats), type=Restored)
 
     def sizes(self, reuse: Reuse) -> FamilySize:
         """What the histories of a round that has been played take."""

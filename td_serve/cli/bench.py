@@ -25,6 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_bidirectional(benches)
     _add_reuse(benches)
     _add_storage(benches)
+    _add_restore(benches)
 
 
 def _add_serve(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -374,6 +375,87 @@ def run_storage(args: argparse.Namespace) -> int:
         write_json(args.json, envelope(command, 0, result.rows, result.summary))
     if args.plot is not None:
         plot(result, f"{args.model}, {args.trace.name}, {args.layout}", args.plot)
+    return 0
+
+
+def _add_restore(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    bench = benches.add_parser(
+        "restore",
+        help="how quickly a round's KV comes back into an engine's pages",
+        description="Play a round of a recorded trace on one engine by a pass, and bring what it "
+        "has made into pages: in one pass over each layer, part by part, and by way of a dense "
+        "copy; beside it, the time to compute the prompts.",
+    )
+    bench.add_argument("--trace", type=Path, required=True, metavar="TRACE")
+    bench.add_argument("--model", default="smollm2-135m-instruct", metavar="MODEL")
+    bench.add_argument(
+        "--agents",
+        type=_numbers,
+        default=(3, 5, 10),
+        metavar="N,…",
+        help="how many of the first agents (default: 3,5,10)",
+    )
+    bench.add_argument(
+        "--round", type=_positive, default=1, metavar="T", help="which one (default: 1)"
+    )
+    bench.add_argument(
+        "--preset", default="td", metavar="NAME", help="a rule, as in bench reuse (default: td)"
+    )
+    bench.add_argument(
+        "--layout",
+        default="history_first",
+        metavar="NAME",
+        help="history_first (default) or transcript",
+    )
+    bench.add_argument(
+        "--repeats", type=_positive, default=7, metavar="N", help="of each way (default: 7)"
+    )
+    bench.add_argument("--window", type=_positive, default=8192, metavar="N", help="in tokens")
+    bench.add_argument("--dtype", default="float32", choices=_DTYPES, help="(default: float32)")
+    bench.add_argument("--json", type=Path, metavar="OUT", help="write all numbers here")
+    bench.set_defaults(func=run_restore, plot=None)
+
+
+def run_restore(args: argparse.Namespace) -> int:
+    """Measure, print the table, write the report.
+
+    Raises:
+        TdServeError: the trace does not fit, nothing is blended, or two ways disagree.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from td_serve.bench.presets import Preset
+    from td_serve.bench.restore import Options, bench_restore
+    from td_serve.report import envelope, write_json
+
+    (preset,) = _presets(args.preset, Preset)
+    options = Options(
+        trace=args.trace,
+        model=args.model,
+        preset=preset,
+        agents=args.agents,
+        number=args.round,
+        layout=_layout(args.layout),
+        window=args.window,
+        dtype=args.dtype,
+        repeats=args.repeats,
+    )
+    _check_outputs(args)
+    result = bench_restore(options, lambda line: print(line, file=sys.stderr, flush=True))
+    table = Table(title="a member's KV, until it is in the engine's pages")
+    for name in ("agents", "way", "ms each", "GB/s"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for row in result.rows:
+        table.add_row(str(row.agents), row.way, f"{row.ms:.2f}", f"{row.gb_s:.2f}")
+    out = Console(highlight=False)
+    out.print(table)
+    summary = result.summary
+    out.print(f"against a dense copy: {summary.restore_speedup_vs_dense:.2f}")
+    out.print(f"against computing it: {summary.restore_vs_recompute:.1f}")
+    if args.json is not None:
+        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        write_json(args.json, envelope(command, 0, result.rows, summary))
     return 0
 
 

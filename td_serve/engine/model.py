@@ -6,7 +6,7 @@ any compiled or captured forward.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -28,6 +28,14 @@ _ROTARY = (
 )
 """Rotations by a token's own position alone, by one table for all lengths. Keys are kept before
 rotation and turned once, by the model's own module, so that no scaling is ours to know."""
+
+
+class Turning(NamedTuple):
+    """Cosines, then sines, of each position, [positions, rotary size]; pairs are halves of a key if
+    it is NeoX's way, else neighbours."""
+
+    table: torch.Tensor
+    is_neox: bool
 
 
 class LayeredModel(Protocol):
@@ -82,6 +90,12 @@ class VllmModel:
         size = next(model.parameters()).element_size()
         self.kv_bytes = self.layers * 2 * some.num_kv_heads * some.head_size * size
         """Of one token's keys and values, all layers, on this rank."""
+
+    @property
+    def turning(self) -> Turning:
+        """What all layers' rotations go by."""
+        rotary = self._layers[0].self_attn.rotary_emb
+        return Turning(rotary.cos_sin_cache, rotary.is_neox_style)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self._model.model.embed_tokens(ids)

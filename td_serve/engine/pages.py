@@ -6,17 +6,39 @@ is another one's: all slots of a prompt up to a run's end must be written before
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from td_kernels.planes import Planes
 from td_serve.errors import ModelError
 from td_serve.rows import Rows
 
 _BASE = 64
+
+
+class _Strides(NamedTuple):
+    """Where in a block a token's numbers stand."""
+
+    start: int
+    token: int
+    head: int
+    number: int
+
+    def of(self, tokens: int, heads: tuple[int, int]) -> torch.Tensor:
+        """[tokens, KV heads * head size]."""
+        token, head, number = (torch.arange(count) for count in (tokens, *heads))
+        places = (
+            self.start
+            + token[:, None, None] * self.token
+            + head[None, :, None] * self.head
+            + number[None, None] * self.number
+        )
+        return places.flatten(1)
 
 
 class PagedAttention:
@@ -88,6 +110,45 @@ class PagedAttention:
         width = self._places.shape[-1]
         wanted = slice(first % size, first % size + last - first)
         return keys.view(-1, width)[wanted], values.view(-1, width)[wanted]
+
+    @functools.cached_property
+    def is_strided(self) -> bool:
+        """Whether what a token has in a block stands at equal distances, so that `planes` are."""
+        return all(
+            torch.equal(places, self._strides(places).of(places.shape[0], self._heads))
+            for places in self._places
+        )
+
+    def planes(self, memory: torch.Tensor) -> Planes:
+        """One layer's pages as views, keys and values, [blocks, tokens, KV heads, head size]."""
+        assert self.is_strided, "these pages are no views of one memory"
+        made = []
+        for places in self._places:
+            by = self._strides(places)
+            made.append(
+                memory.as_strided(
+                    (len(memory), self.block_size, *self._heads),
+                    (memory.stride(0), by.token, by.head, by.number),
+                    memory.storage_offset() + by.start,
+                )
+            )
+        return Planes(*made)
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        """KV heads, and a head's size."""
+        attention = self._layers[0]
+        return attention.num_kv_heads, attention.head_size
+
+    def _strides(self, places: torch.Tensor) -> _Strides:
+        heads, size = self._heads
+        start = int(places[0, 0])
+        return _Strides(
+            start,
+            token=int(places[1, 0]) - start,
+            head=int(places[0, size]) - start if heads > 1 else 0,
+            number=int(places[0, 1]) - start,
+        )
 
     def attended(self, layer: int, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """How much the last rows of a prompt attend to each of its tokens, [tokens]: the mean over

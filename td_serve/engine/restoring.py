@@ -229,7 +229,7 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
                 self._unloaded.update(load.blocks[load.first // attention.block_size :])
                 continue
             with self.store.spending("restore"):
-                _restore(model, attention, self._pages, mirror, load)
+                restore(model, attention, self._pages, mirror, load.blocks, load.first, load.last)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         unloaded, self._unloaded = self._unloaded, set()
@@ -260,17 +260,20 @@ def _put_out(model: VllmModel, kv: KV, save: _Save) -> Run:
     return Run(save.token_ids[output.first :], KV(keys, kv.values))
 
 
-def _restore(
+def restore(
     model: VllmModel,
     attention: PagedAttention,
     pages: Sequence[torch.Tensor],
     mirror: Mirror,
-    load: _Load,
+    blocks: Sequence[int],
+    first: int,
+    last: int,
 ) -> None:
-    """Write tokens [first, last) of a mirror into a request's pages, layer by layer."""
-    blocks = torch.tensor(load.blocks)
+    """Write tokens [first, last) of a mirror, which stands in `blocks`, into a request's pages,
+    layer by layer."""
+    table = torch.tensor(blocks)
     size = attention.block_size
     for layer, memory in enumerate(pages):
-        for positions, keys, values in mirror.parts(model, layer, load.first, load.last):
-            slots = blocks[positions // size] * size + positions % size
+        for positions, keys, values in mirror.parts(model, layer, first, last):
+            slots = table[positions // size] * size + positions % size
             attention.write(layer, memory, keys, values, slots)

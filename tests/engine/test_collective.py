@@ -261,7 +261,15 @@ def test_what_is_written_to_pages_is_read_from_there(
         at = torch.arange(count)
         slots = torch.tensor(blocks)[at // BLOCK] * BLOCK + at % BLOCK
         attention.write(0, memory, wanted[0], wanted[1], slots)
-        keys, values = attention.read(memory, blocks, 0, count)
-        return torch.equal(keys, wanted[0]) and torch.equal(values, wanted[1])
+        for first, last in ((0, count), (BLOCK - 1, BLOCK + 1), (BLOCK, count), (7, 7)):
+            keys, values = attention.read(memory, blocks, first, last)
+            assert torch.equal(keys, wanted[0, first:last])
+            assert torch.equal(values, wanted[1, first:last])
+        # As views, too: whoever writes through them writes what attention reads.
+        assert attention.is_strided
+        for plane, wanted_rows in zip(attention.planes(memory), wanted, strict=True):
+            rows = plane[torch.tensor(blocks)].flatten(0, 1)[:count]
+            assert torch.equal(rows.flatten(1), wanted_rows)
+        return True
 
     assert Engine(tmp_path / "tiny", dtype=dtype).in_worker(work)
