@@ -225,16 +225,17 @@ class RoundCoordinator:
         self._coordinator = Coordinator(
             RayEngines(prefill, decode_, directory), CoordinatorSettings(), _metrics()
         )
-        self._is_configured = False
+        self._is_running = False
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         place = "RoundCoordinator.user_config"
-        settings = changed(user_config, CoordinatorSettings, place, self._is_configured)
+        settings = changed(user_config, CoordinatorSettings, place, self._is_running)
         if settings is not None:
             self._coordinator.configure(settings)
-        self._is_configured = True
+        self._is_running = True
 
     async def play(self, packed: bytes) -> AsyncGenerator[bytes, None]:
+        self._is_running = True  # with settings or without
         deltas = self._coordinator.play(unpack(packed, GenerateRequest))
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
@@ -294,7 +295,7 @@ class Ingress:
         self._dispatcher = Dispatcher(
             RayEngines(prefill, decode_, directory), DispatchSettings(), _metrics()
         )
-        self._is_configured = False
+        self._is_running = False
         self._frontend = await OpenAIFrontend.start(
             resolve(config.model),
             config.narrowest_engine(),
@@ -305,10 +306,10 @@ class Ingress:
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         place = "Ingress.user_config"
-        settings = changed(user_config, DispatchSettings, place, self._is_configured)
+        settings = changed(user_config, DispatchSettings, place, self._is_running)
         if settings is not None:
             self._dispatcher.settings = settings
-        self._is_configured = True
+        self._is_running = True
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_http_app(
@@ -316,6 +317,7 @@ class Ingress:
         )
 
     def _serve(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        self._is_running = True  # with settings or without
         if request.membership is not None:
             return self._play(request)
         return self._dispatcher.generate(request)

@@ -94,8 +94,11 @@ class Rig:
         assert handle is not None
         return handle
 
-    async def settle(self, patience_s: float = 20.0) -> None:
-        """Wait until nothing runs, is pinned or leased. Raises AssertionError."""
+    async def settle(self, patience_s: float = NIXL.lease_s + 10.0) -> None:
+        """Wait until nothing runs, is pinned or leased. Raises AssertionError.
+
+        A prefill that was cancelled in the moment in which it finished is pinned for a lease.
+        """
         await self._dispatcher.drain()
         deadline = time.monotonic() + patience_s
         while True:
