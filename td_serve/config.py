@@ -45,12 +45,13 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     `kv_cache_gib` is the KV pool's size (GiB); None leaves it to vLLM's memory profiling.
     `block_size` is in tokens; CPU kernels want a multiple of 32. `grammar_backend` compiles the
     grammars of structured outputs, of all requests the same one. `pass_store_gib` is what a prefill
-    engine may keep for rounds that are blended: shared text and histories, and as much again for
-    the members of a pass under way. In histories `pass_store_diffs` says how what was computed anew
-    of shared texts is kept, `pass_store_private` what is an agent's own: `lossless`, or as what it
-    differs by, or itself, in numbers of 8 or 4 bits (`td-serve bench storage` says what they save
-    and what they cost). `extra` holds further engine arguments under vLLM's own names,
-    `env` further environment variables of the engine's process.
+    engine may keep for rounds that are blended: shared text and histories, as much again for the
+    members of passes until they have loaded theirs, and a quarter of it for a pass under way. In
+    histories `pass_store_diffs` says how what was computed anew of shared texts is kept,
+    `pass_store_private` what is an agent's own: `lossless`, or as what it differs by, or itself, in
+    numbers of 8 or 4 bits (`td-serve bench storage` says what they save and what they cost).
+    `extra` holds further engine arguments under vLLM's own names, `env` further environment
+    variables of the engine's process.
     """
 
     dtype: str = "auto"

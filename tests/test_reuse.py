@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,6 +76,20 @@ def test_every_member_has_a_history_of_its_own_whether_it_is_in_a_pass_or_not() 
     assert reuse.of({RequestId("cyd")}).histories.keys() == {"cyd"}
     (other,) = plan(request("cyd", CYD, cache_salt="salt")).histories.values()
     assert other not in reuse.histories.values()
+
+
+@pytest.mark.parametrize("what", [{"kept": False}, {"exact": True}], ids=["unkept", "exact"])
+def test_of_who_is_to_leave_nothing_behind_no_history_is_kept(what: dict[str, bool]) -> None:
+    place = Membership(sim=SessionId("sim"), agent=AgentId("cyd"), **what)
+    reuse = plan(
+        request("ada", ADA, A, B, [201]),
+        request("bo", BO, A, B, [202]),
+        request("cyd", CYD, A, B, [203], membership=place),
+    )
+    assert set(reuse.histories) == {"ada", "bo"}
+    (spec,) = reuse.passes
+    named = {part.request_id: bool(part.history) for part in spec.members}
+    assert named == {"ada": True, "bo": True, **({} if "exact" in what else {"cyd": False})}
 
 
 def test_what_all_begin_with_stands_in_the_header_and_is_no_segment() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from td_serve.bench import fused
 from td_serve.bench.scoring import ScoringWorker
-from td_serve.engine import fused
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.engine.restoring import restore
@@ -26,7 +26,7 @@ _Way = Callable[
 
 class Restored(msgspec.Struct):
     """Seconds for all mirrors, by way, one for each repeat; how many bytes came into pages; and how
-    far what any two ways have written is apart at most."""
+    far what any two ways have written is apart at most, of the largest number."""
 
     seconds: dict[str, list[float]]
     bytes: int
@@ -82,7 +82,8 @@ def _apart(
         read = [attention.read(one, blocks, 0, len(mirror.token_ids)) for one in pages]
         found.append(torch.stack([torch.cat(layer) for layer in read]))
     first, *others = found
-    return float(torch.stack([(first.float() - one.float()).abs().max() for one in others]).max())
+    far = torch.stack([(first.float() - one.float()).abs().max() for one in others]).max()
+    return float(far / first.float().abs().max())
 
 
 def _dense(
@@ -95,9 +96,7 @@ def _dense(
     last: int,
 ) -> None:
     """The mirror put together in memory of its own, layer by layer, then written into the pages."""
-    size = attention.block_size
-    positions = torch.arange(first, last)
-    slots = torch.tensor(blocks)[positions // size] * size + positions % size
+    slots = attention.slots(torch.tensor(blocks), torch.arange(first, last))
     for layer, memory in enumerate(pages):
         width = mirror.canonical.kv.keys[layer].shape[1]
         made = [memory.new_empty(last - first, width) for _ in range(2)]

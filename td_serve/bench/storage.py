@@ -32,7 +32,8 @@ _SCORED = 32
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Rounds 1 to `last` of a trace, of its first `agents` agents (None: all), by each preset, kept
-    by each pair of codecs. What those add is measured on the first `scored` members."""
+    lossless and by each pair of codecs. What those add is measured on the first `scored` members.
+    """
 
     trace: Path
     model: str
@@ -85,7 +86,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the first preset and pair of codecs, after the last round. `of_bound` are its ratios over
+    """Of the first preset, kept lossless, after the last round. `of_bound` are its ratios over
     the bound's; `lossless` is of all rounds."""
 
     mirror_ratio: float
@@ -122,7 +123,8 @@ def bench_storage(options: Options, say: Callable[[str], None]) -> Result:
     engine = PassEngine(resolve(options.model), options.dtype, options.window, 4 * options.window)
     rows: list[Row] = []
     for preset in options.presets:
-        for codecs in sorted(options.codecs, key=lambda one: one != LOSSLESS):
+        # What codecs add is measured against what lossless ones give.
+        for codecs in (LOSSLESS, *(one for one in options.codecs if one != LOSSLESS)):
             engine.keep_by(codecs)
             sim = SessionId(f"{trace.name}-{uuid.uuid4().hex}")
             rows += _play(engine, sim, rounds, preset, codecs, options, say)

@@ -98,6 +98,11 @@ class PagedAttention:
             attention, key.view(heads), value.view(heads), memory, slots
         )
 
+    def slots(self, blocks: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where tokens at `positions` of a prompt stand that has these blocks; all int64."""
+        size = self.block_size
+        return blocks[positions // size] * size + positions % size
+
     def read(
         self, memory: torch.Tensor, blocks: Sequence[int], first: int, last: int
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -272,8 +272,6 @@ def restore(
     """Write tokens [first, last) of a mirror, which stands in `blocks`, into a request's pages,
     layer by layer."""
     table = torch.tensor(blocks)
-    size = attention.block_size
     for layer, memory in enumerate(pages):
         for positions, keys, values in mirror.parts(model, layer, first, last):
-            slots = table[positions // size] * size + positions % size
-            attention.write(layer, memory, keys, values, slots)
+            attention.write(layer, memory, keys, values, attention.slots(table, positions))

@@ -258,7 +258,6 @@ class Passes:
             )
             mirror = continued(part.history, part.history_tokens, more)
             self.store.mirrors[part.member.request_id] = mirror
-            self.store.touch(CANONICAL, spec.canonical.key)  # it goes after those who hold it
             if part.member.history:
                 kept = mirror.coded(self.model, self.store.codecs)
                 self.store.keep(HISTORY, part.member.history, kept)

@@ -147,9 +147,7 @@ def make_http_app(
     async def plain(request: Request, answer: Answer) -> Response:
         body = await _body(request)
         field = body.pop("td_round", None)
-        for name in body:
-            if name.startswith("td_"):
-                raise BadRequest(f"{name}: unknown key, did you mean 'td_round'?", field=name)
+        _check_ours(body)
         membership = None
         if field is not None:
             membership = decode_body(field, RoundField, "td_round").membership(_tenant(request))
@@ -160,6 +158,7 @@ def make_http_app(
         body = await _body(request)
         if "td_round" in body:
             raise BadRequest("td_round: the path already names the agent", field="td_round")
+        _check_ours(body)
         membership = Membership(
             sim=session(_tenant(request), request.path_params["sim"]),
             agent=AgentId(request.path_params["agent"]),
@@ -239,6 +238,13 @@ def _tenant(request: Request) -> TenantId:
     """Whose request it is. Of routes that ask for a key."""
     tenant: TenantId = request.state.tenant
     return tenant
+
+
+def _check_ours(body: dict[str, Any]) -> None:
+    """Nothing else begins as `td_round` does. Raises BadRequest."""
+    for name in body:
+        if name.startswith("td_"):
+            raise BadRequest(f"{name}: unknown key, did you mean 'td_round'?", field=name)
 
 
 def _is_kept(body: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 
@@ -56,57 +56,49 @@ class History(Protocol):
         ...
 
 
+K = TypeVar("K", KV, Coded)
+
+
 @dataclass(frozen=True)
-class Run:
+class _Tokens(Generic[K]):
     """A run of tokens and their KV."""
 
     token_ids: list[int]
-    kv: KV
+    kv: K
+
+    def until(self, tokens: int) -> Self:
+        """Its first tokens; fewer are copied, or the others would be kept, too."""
+        if tokens == len(self.token_ids):
+            return self
+        return replace(self, token_ids=self.token_ids[:tokens], kv=self.kv.part(0, tokens))
+
+    def parts(self, model: Rotation, layer: int, first: int, last: int) -> Iterator[Kept]:
+        if first < last:
+            yield Kept(torch.arange(first, last), *self.kv.at(layer, slice(first, last)))
+
+    def holds(self) -> list[KV | Coded]:
+        return [self.kv]
+
+
+@dataclass(frozen=True)
+class Run(_Tokens[KV]):
+    """Tokens whose KV is kept as it was."""
 
     @property
     def exact(self) -> int:
         return len(self.token_ids)
 
-    def until(self, tokens: int) -> Run:
-        """Its first tokens; fewer are copied, or the others would be kept, too."""
-        if tokens == len(self.token_ids):
-            return self
-        return Run(self.token_ids[:tokens], self.kv.part(0, tokens))
-
-    def parts(self, model: Rotation, layer: int, first: int, last: int) -> Iterator[Kept]:
-        if first < last:
-            yield Kept(torch.arange(first, last), *self.kv.at(layer, slice(first, last)))
-
-    def holds(self) -> list[KV | Coded]:
-        return [self.kv]
-
-
-NOTHING = Run([], KV())
-
 
 @dataclass(frozen=True)
-class CodedRun:
-    """A run of tokens whose KV is not kept as exactly as it was."""
-
-    token_ids: list[int]
-    kv: Coded
+class CodedRun(_Tokens[Coded]):
+    """Tokens whose KV is not kept as exactly as it was."""
 
     @property
     def exact(self) -> int:
         return 0
 
-    def until(self, tokens: int) -> CodedRun:
-        """Its first tokens (see `Run`)."""
-        if tokens == len(self.token_ids):
-            return self
-        return CodedRun(self.token_ids[:tokens], self.kv.part(0, tokens))
 
-    def parts(self, model: Rotation, layer: int, first: int, last: int) -> Iterator[Kept]:
-        if first < last:
-            yield Kept(torch.arange(first, last), *self.kv.at(layer, slice(first, last)))
-
-    def holds(self) -> list[KV | Coded]:
-        return [self.kv]
+NOTHING = Run([], KV())
 
 
 @dataclass(frozen=True)

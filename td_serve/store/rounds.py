@@ -27,9 +27,12 @@ rotation, until the pass that takes it over."""
 
 class RoundStore:
     """All that passes have left. What is kept goes, the least recently used first, when together it
-    holds more than `budget_bytes` (the last one stays, whatever its size); what several hold counts
-    once. What a mirror holds stays with it: all mirrors that are to be loaded may have as much
-    again in own rows (`worker`)."""
+    holds more than `budget_bytes`; what several hold counts once. The last one stays, with what it
+    refers to, whatever their size. A canonical sequence goes after all mirrors that refer to it:
+    another one of the same tokens would not have the same KV, bit for bit.
+
+    What a mirror holds stays with it: before a pass, all those that are to be loaded may hold as
+    much again that nothing else does (`worker`)."""
 
     def __init__(self, budget_bytes: int, codecs: Codecs = LOSSLESS) -> None:
         self.budget_bytes = budget_bytes
@@ -78,8 +81,17 @@ class RoundStore:
         self.drop(kind, name)
         self._kept[kind, name] = one
         self._hold(one)
-        while self._bytes > self.budget_bytes and len(self._kept) > 1:
-            self.drop(*next(iter(self._kept)))
+        while self._bytes > self.budget_bytes and (place := self._next_out()) is not None:
+            self.drop(*place)
+
+    def _next_out(self) -> tuple[str, str] | None:
+        """Under which name what goes next is kept; None where there is nothing that may go."""
+        last = next(reversed(self._kept))
+        for place, one in self._kept.items():
+            is_held = place[0] == CANONICAL and any(self._holders[id(kv)] > 1 for kv in one.holds())
+            if place != last and not is_held:
+                return place
+        return None
 
     def misses(self, name: str, token_ids: Sequence[int], is_behind: bool) -> int:
         """From which token on a history lacks what an engine has computed of a prompt; -1 if it
@@ -133,11 +145,6 @@ class RoundStore:
                 del self._holders[id(kv)]
                 self._bytes -= kv.bytes
 
-    def touch(self, kind: str, name: str) -> None:
-        """It has been used, if it is kept."""
-        if (kind, name) in self._kept:
-            self._kept.move_to_end((kind, name))
-
     def names(self, kind: str) -> list[str]:
         """Under which names anything of a kind is kept."""
         return [name for one, name in self._kept if one == kind]
@@ -172,7 +179,8 @@ class RoundStore:
         assert self._bytes == sum(kv.bytes for kv in held.values()), "miscounted bytes"
         holders = Counter(id(kv) for one in self._kept.values() for kv in one.holds())
         assert self._holders == holders, "miscounted holders"
-        assert self._bytes <= self.budget_bytes or len(self._kept) == 1, "more than there is room"
+        is_within = self._bytes <= self.budget_bytes or self._next_out() is None
+        assert is_within, "more than there is room for"
         kept = [one for one in self._kept.values() if isinstance(one, Mirror)]
         for mirror in [*kept, *self.mirrors.values()]:
             tokens = len(mirror.token_ids)

@@ -69,6 +69,18 @@ def assert_blended(cluster: Cluster, sim: str, number: int) -> None:
     assert f"round {number} of session {sim!r}: the pass failed" not in logged
 
 
+def test_wrong_settings_change_nothing_on_a_server_that_runs(cluster: Cluster) -> None:
+    """The coordinator goes on by what it has, and says why."""
+    with cluster.reusing(mode="blend", rule="full"):
+        round_ = play(cluster)
+        with cluster.reusing(mode="blend", rule="paper", check=False):
+            again = play(cluster)
+        assert said(again) == said(round_)
+        assert_blended(cluster, again["sim"], 0)
+    assert "user_config.reuse.rule: 'paper', expected one of full, none" in cluster.logged()
+    cluster.wait_until_idle()
+
+
 def test_a_pass_that_computes_everything_answers_as_ordinary_prefills_do(cluster: Cluster) -> None:
     exact = play(cluster)
     with cluster.reusing(mode="blend", rule="full"):

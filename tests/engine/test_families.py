@@ -80,6 +80,16 @@ def test_round_by_round_is_as_good_as_at_once_and_only_what_is_new_is_computed(
             assert engine.answers(grown.members, load=False) == answers
 
 
+def test_of_a_member_without_a_name_for_its_history_nothing_is_kept(engine: Engine) -> None:
+    for _ in range(2):
+        transcript = Transcript("unnamed", 1)
+        for member in transcript.members:
+            member.spec = msgspec.structs.replace(member.spec, history="")
+        local, _, answers = play(engine, transcript, FULL)
+        assert local == [0, 0, 0]
+        assert answers == engine.answers(transcript.members, load=False)
+
+
 def test_what_another_rule_has_made_is_not_taken_over(engine: Engine) -> None:
     """Only what stands before all that is shared: that is the prompt's own."""
     for rounds, rule in ((1, NONE), (2, FULL), (3, NONE)):

@@ -90,6 +90,33 @@ async def test_what_a_pass_reused_counts_as_not_computed(engines: LocalEngines) 
     assert [one.cached_tokens for one in handovers.values()] == [sum(SEGMENTS)] * 2
 
 
+async def test_what_is_computed_behind_the_shared_part_is_kept_with_it(
+    engines: LocalEngines,
+) -> None:
+    """A prompt that goes on where the last one ended, its task included, has all of it."""
+    shared = Shared(seed=90)
+    first = [shared.member(history, 900 + history) for history in (20, 50)]
+    await play(engines, round_of(shared, first, NONE))
+    more = some_tokens(40, 99)
+    canonical = shared.canonical
+    ids = [*canonical.token_ids, *more]
+    spans = [*canonical.segments, Span(start=len(canonical.token_ids), tokens=len(more))]
+    shared.canonical = Canonical(key=canonical.key, token_ids=ids, segments=spans)
+    members = []
+    for request, part in first:
+        prompt = [*request.prompt_token_ids, *more]
+        piece = Piece(start=len(request.prompt_token_ids), tokens=len(more), source=spans[-1].start)
+        part = msgspec.structs.replace(part, token_ids=prompt, pieces=[*part.pieces, piece])
+        again = make_request([*prompt, 7], None)
+        members.append((again, msgspec.structs.replace(part, request_id=again.request_id)))
+    _, handovers = await play(engines, round_of(shared, members, NONE))
+    for (request, _), (again, _) in zip(first, members, strict=True):
+        counted = handovers[again.request_id].blended
+        assert counted is not None
+        assert counted.local == len(request.prompt_token_ids)
+        assert (counted.reused, counted.new) == (len(more), 0)
+
+
 async def test_reused_kv_meets_no_exact_request_on_either_engine(
     engines: LocalEngines, oracle: Oracle
 ) -> None:
@@ -144,7 +171,8 @@ async def test_a_cold_round_warms_the_next_also_where_its_turns_are_read_back(
     assert not any(map(is_blended, handovers.values()))
     answers, handovers = await play(engines, round_of(shared, members, FULL))
     assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
-    assert [one.cached_tokens for one in handovers.values()] == [150, 230]
+    spared = [handovers[request.request_id].cached_tokens for request, _ in members]
+    assert spared == [150, 230]
     assert await engines.forget(conversation)
 
 

@@ -347,9 +347,10 @@ async def test_td_round_must_be_that_object_and_nothing_else(rig: Rig, value: ob
 
 
 async def test_what_is_nearly_td_round_is_refused(rig: Rig) -> None:
-    error = await rig.refused(CHAT, {"td_rounds": PLACE})
-    assert error["param"] == "td_rounds"
-    assert "did you mean 'td_round'?" in error["message"]
+    for path in (CHAT, f"/sim/village/agent/ada{CHAT}"):
+        error = await rig.refused(path, {"td_rounds": PLACE})
+        assert error["param"] == "td_rounds"
+        assert "did you mean 'td_round'?" in error["message"]
 
 
 @pytest.mark.parametrize(

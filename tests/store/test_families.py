@@ -170,7 +170,6 @@ def test_what_is_still_to_be_loaded_is_counted_where_nothing_else_holds_it() -> 
         store.keep(CANONICAL, str(number), canonical)
         made = mirror(canonical, ["own"] * 5 + ["cached"] * 90, 7 + number)
         store.mirrors[str(number)] = made
-        store.touch(CANONICAL, str(number))
         store.keep(HISTORY, str(number), made)
         store.check_integrity()
     assert store.bytes_to_load == 2 * 95 * token
@@ -198,3 +197,37 @@ def test_a_prompt_is_kept_and_goes_on(private: Codec) -> None:
     store.keep_longer("bo", longer, tail)
     assert store.misses("bo", longer, is_behind=True) == -1
     store.check_integrity()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=40))
+def test_a_canonical_sequence_goes_after_those_who_refer_to_it(
+    turns: list[tuple[int, int]],
+) -> None:
+    """Sessions' agents in any order, with room for about two sessions."""
+    token = kv(1, 0).bytes
+    store = RoundStore(60 * token)
+    for number, (session, agent) in enumerate(turns):
+        ids = list(range(20))
+        run, common = store.find_run(CANONICAL, f"{session}", ids)
+        if common < len(ids):
+            run = Run(ids, kv(20, number))
+            store.keep(CANONICAL, f"{session}", run)
+        made = mirror(run, ["own"] * 3 + ["cached"] * 17, number)
+        store.keep(HISTORY, f"{session}-{agent}", made)
+        store.check_integrity()
+        for name in store.names(HISTORY):
+            kept = store.get(HISTORY, name)
+            assert isinstance(kept, Mirror)
+            canonical = store.get(CANONICAL, name.partition("-")[0])
+            assert kept.canonical is canonical, "and there is one of it"
+
+
+def test_what_is_larger_than_all_there_is_room_for_stays_until_another_comes() -> None:
+    token = kv(1, 0).bytes
+    store = RoundStore(10 * token)
+    for number in range(2):
+        run = Run(list(range(20)), kv(20, number))
+        store.keep(CANONICAL, f"{number}", run)
+        store.keep(HISTORY, f"{number}", mirror(run, ["own", "cached"], number))
+        store.check_integrity()
+        assert store.names(CANONICAL) == store.names(HISTORY) == [f"{number}"]

@@ -1,12 +1,16 @@
 """A mirror into a request's pages in one pass over each layer, without a dense copy of it
 (TokenDance, section 4.4 and algorithm 1), by the kernels of `td_kernels`.
 
+Engines do not restore so yet: passes are made on CPUs alone, where vLLM's own kernel writes pages
+more quickly (`bench restore` measures both).
+
 What is the same in all layers, where each token goes and how far its key is turned, is worked out
 once.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +56,7 @@ def restore(
     shape = (-1, *planes[0].keys.shape[2:])
     nothing = Planes(*(one.new_empty(0, *shape[1:]) for one in planes[0]))
     turning = model.turning
-    for part in _parts(mirror, torch.tensor(blocks), attention.block_size, first, last):
+    for part in _parts(mirror, attention, blocks, first, last):
         masters = [
             Planes(keys.view(shape), values.view(shape))
             for keys, values in zip(part.kv.keys, part.kv.values, strict=True)
@@ -64,10 +68,10 @@ def restore(
         restore_layers(masters, patches, part.rows, part.slots, planes, turn)
 
 
-def _parts(mirror: Mirror, blocks: torch.Tensor, size: int, first: int, last: int) -> list[_Part]:
-    def slots(positions: torch.Tensor) -> torch.Tensor:
-        return blocks[positions // size] * size + positions % size
-
+def _parts(
+    mirror: Mirror, attention: PagedAttention, blocks: Sequence[int], first: int, last: int
+) -> list[_Part]:
+    slots = functools.partial(attention.slots, torch.tensor(blocks))
     parts = []
     assert isinstance(mirror.history, Run), "a coded history is put together first"
     if first < (end := min(last, mirror.history_tokens)):
