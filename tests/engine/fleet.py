@@ -65,6 +65,12 @@ class Fleet:
         self.processes.pop(name).kill()
         self._dead.append(self.hosts.pop(name))
 
+    def stop(self, name: str) -> None:
+        """End an engine as its owner would, if it is there."""
+        self.processes.pop(name, None)
+        if host := self.hosts.pop(name, None):
+            host.close()
+
     def close(self) -> None:
         for host in [*self.hosts.values(), *self._dead]:
             host.close()

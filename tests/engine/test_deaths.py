@@ -13,11 +13,7 @@ import pytest_asyncio
 from td_serve.errors import Unavailable
 from td_serve.leases import End
 from tests.engine.fleet import Fleet, until_idle
-from tests.engine.rig import (
-    CONVERSATIONS,
-    Oracle,
-    some_tokens,
-)
+from tests.engine.rig import CONVERSATIONS, NIXL, Oracle, some_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -80,14 +76,16 @@ async def test_a_reader_that_is_killed_leaves_the_lease_as_it_was(
 async def test_a_decode_engine_that_comes_back_on_the_same_port_is_another_one(
     fleet: Fleet, oracle: Oracle
 ) -> None:
-    _, before = fleet.get("p2", "d1")
+    fleet.get("p2")
+    own = msgspec.structs.replace(NIXL, port_range=(21600, 21600))  # nobody else's
+    fleet.stop("d1")
+    fleet.start("d-own", nixl=own)
     prompt = some_tokens(300, 5)
-    answer, handle, _ = await fleet.turn("p2", "d1", prompt)
+    answer, handle, _ = await fleet.turn("p2", "d-own", prompt)
     assert handle is not None
-    port = before.state().nixl_port
-    fleet.hosts.pop("d1").close()
-    (again,) = fleet.get("d1")
-    assert again.state().nixl_port == port
+    fleet.stop("d-own")
+    again = fleet.start("d-own", nixl=own)
+    assert again.state().nixl_port == 21600
     prompt = prompt + answer + some_tokens(20, 6)
     # Its memory holds other things now, or nothing; its name and its birth are others too.
     for stale in (
@@ -95,7 +93,7 @@ async def test_a_decode_engine_that_comes_back_on_the_same_port_is_another_one(
         msgspec.structs.replace(handle, replica=again.replica),
         msgspec.structs.replace(handle, replica=again.replica, epoch=again.epoch),
     ):
-        answer, _, handover = await fleet.turn("p2", "d1", prompt, stale)
+        answer, _, handover = await fleet.turn("p2", "d-own", prompt, stale)
         assert answer == oracle.answer(prompt)
         assert handover.read is None
 
