@@ -18,7 +18,7 @@ demo: setup ## serve, play three rounds of a small village, show them, stop
 	@$(BIN)/td-serve model fetch $(MODEL)
 	@$(BIN)/python examples/demo.py
 
-test: setup ## run the tests; choose some with: make test TESTS="tests/models -k fetch"
+test: setup lmcache ## run the tests; choose some with: make test TESTS="tests/models -k fetch"
 	@$(BIN)/td-serve model fetch $(MODEL)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(or $(TESTS),tests)
 
@@ -37,7 +37,8 @@ gpu-check: ## hold the kernels against their references on a GPU, measure them; 
 	@$(PYTHON) scripts/gpu_check.py
 
 lmcache: setup ## add LMCache's storage backends
-	@$(BIN)/python -m pip install --quiet --no-deps --constraint constraints-cpu.txt lmcache==0.5.6 sortedcontainers aiofile caio
+	@$(BIN)/python -m pip install --quiet --no-deps --constraint constraints-cpu.txt \
+		lmcache==0.5.6 sortedcontainers aiofile aiofiles caio redis
 
 clean: ## stop what this checkout left running; remove .venv and caches
 	@python3 scripts/clean.py

@@ -31,6 +31,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Port = Annotated[int, msgspec.Meta(ge=1024, le=65535)]
 
 
+_PLACE_BELOW = re.compile(r"fs:///[^,?#]+$|rediss?://[^/]+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LONGEST_TENANT = 128
 
@@ -50,6 +51,9 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     histories `pass_store_diffs` says how what was computed anew of shared texts is kept,
     `pass_store_private` what is an agent's own: `lossless`, or as what it differs by, or itself, in
     numbers of 8 or 4 bits (`td-serve bench storage` says what they save and what they cost).
+    `pass_store_below` are places where all of that is kept once more, for when there is no room for
+    it, and for an engine that is started anew: URLs, the fastest first, of folders (`fs:///path`,
+    each of up to `pass_store_folder_gib`) and Redis servers (`redis://host:port`).
     `extra` holds further engine arguments under vLLM's own names, `env` further environment
     variables of the engine's process.
     """
@@ -68,8 +72,24 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
     pass_store_gib: Gibibytes = 1.0
     pass_store_diffs: Literal["lossless", "int8", "int4"] = "lossless"
     pass_store_private: Literal["lossless", "int8"] = "lossless"
+    pass_store_below: list[str] = []
+    pass_store_folder_gib: Gibibytes = 20.0
     extra: dict[str, Any] = {}
     env: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        for number, url in enumerate(self.pass_store_below):
+            if not _PLACE_BELOW.match(url):
+                raise Fault(
+                    f".pass_store_below[{number}]",
+                    f"{url!r}, expected fs:///path or redis://host:port",
+                )
+        if self.pass_store_below and self.tensor_parallel_size > 1:
+            raise Fault(
+                ".pass_store_below",
+                f"{self.pass_store_below!r}, expected none with a tensor_parallel_size of "
+                f"{self.tensor_parallel_size}: ranks would not find the same",
+            )
 
 
 class NixlConfig(_Config, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ TdServeError
 ├── ConfigError            a cluster file or an option is wrong: key path, value, what was expected
 ├── ModelError             a model cannot be made or used
 │   └── ModelNotFetched    it is known, but not on this machine yet
+├── StoreError             what a lower tier of the store has is not what was put there
+│   └── TierDown               it does not answer, or takes nothing
 ├── TraceError             a trace file is malformed
 ├── ReplayError            a replay cannot go on
 └── RequestError           one request cannot be served; carries the HTTP status a client sees
@@ -36,6 +38,14 @@ class ModelError(TdServeError):
 
 class ModelNotFetched(ModelError):
     """The model is known, but not on this machine; the message names the command for it."""
+
+
+class StoreError(TdServeError):
+    """What a lower tier of the store has is not what was put there."""
+
+
+class TierDown(StoreError):
+    """A lower tier of the store does not answer, or takes nothing."""
 
 
 class TraceError(TdServeError):

@@ -28,6 +28,7 @@ os.environ.update(
 
 from tests.cluster.harness import ROOT, Cluster, cluster_file
 from tests.plain import plain_engine
+from tests.redis_server import Redis
 
 # On a busy machine anything may take long once.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -85,6 +86,14 @@ def model_dir() -> Path:
 def plain(model_dir: Path) -> Any:
     """One plain vLLM engine (`vllm.LLM`) in this process: what the deployment must agree with."""
     return plain_engine(model_dir, kv_cache_memory_bytes=2**28)
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    """A real server, empty at first."""
+    server = Redis(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="session")

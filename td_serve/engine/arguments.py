@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from vllm.config import KVTransferConfig
@@ -14,11 +15,13 @@ from vllm.platforms import current_platform
 
 from td_serve.config import ConversationConfig, EngineConfig, NixlConfig
 from td_serve.engine.connector import LEASE_TTL, LEASES_AT, PROGRESS_DELAY, STARTED_BY
-from td_serve.engine.restoring import STORE_BYTES, STORE_CODECS
+from td_serve.engine.restoring import STORE_BELOW, STORE_BYTES, STORE_CODECS
 from td_serve.errors import ConfigError
 from td_serve.types import ReplicaId
 
 Role = Literal["prefill", "decode"]
+
+_FOR_TIERS = ("lmcache", "aiofiles", "redis")
 
 
 def engine_arguments(
@@ -78,7 +81,13 @@ def transfer_arguments(
     """vLLM's KV transfer configuration for one role, without the engine's id.
 
     `leases_at` is where a decode engine answers for its leases; without it none is granted.
+    Raises ConfigError where something is wanted that is not installed.
     """
+    if engine.pass_store_below and any(find_spec(name) is None for name in _FOR_TIERS):
+        raise ConfigError(
+            f"engine.pass_store_below: {engine.pass_store_below!r}, expected none unless LMCache "
+            "is installed: `make lmcache`"
+        )
     extra: dict[str, Any] = {
         "backends": [nixl.backend],
         "kv_lease_duration": nixl.lease_s,
@@ -110,6 +119,7 @@ def transfer_arguments(
         "kv_connector_extra_config": {
             STORE_BYTES: int(engine.pass_store_gib * 2**30),
             STORE_CODECS: [engine.pass_store_diffs, engine.pass_store_private],
+            STORE_BELOW: [engine.pass_store_below, int(engine.pass_store_folder_gib * 2**30)],
         },
         **common,
     }

@@ -12,6 +12,7 @@ import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from td_serve.errors import ModelError
+from td_serve.store.kv import Shape
 
 _SUPPORTED = (
     "LlamaForCausalLM",
@@ -87,9 +88,11 @@ class VllmModel:
         self.layers = len(self._layers)
         self.attention = [layer.self_attn.attn for layer in self._layers]
         some = self.attention[0]
-        size = next(model.parameters()).element_size()
-        self.kv_bytes = self.layers * 2 * some.num_kv_heads * some.head_size * size
-        """Of one token's keys and values, all layers, on this rank."""
+        dtype = next(model.parameters()).dtype
+        self.kv_shape = Shape(self.layers, some.num_kv_heads * some.head_size, dtype)
+        """Of what this rank has of keys and values."""
+        self.kv_bytes = self.layers * 2 * self.kv_shape.width * dtype.itemsize
+        """Of one token's, all layers, on this rank."""
 
     @property
     def turning(self) -> Turning:

@@ -44,6 +44,9 @@ STORE_CODECS = "td_store_codecs"
 """Key of the connector's extra configuration: how histories' diffs and private KV are kept, the
 names of two codecs."""
 
+STORE_BELOW = "td_store_below"
+"""Key of the connector's extra configuration: URLs of the lower tiers, and bytes of a folder."""
+
 
 KEEP = "td_keep"
 """Key of a request's KV transfer parameters: see `Keep`."""
@@ -136,6 +139,7 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.WORKER:
             codecs = Codecs(*map(Codec, setting(STORE_CODECS, ())))
             self.store = RoundStore(int(setting(STORE_BYTES, _DEFAULT_STORE_BYTES)), codecs)
+            self.below: tuple[list[str], int] = setting(STORE_BELOW, ([], 0))
             self.parts: tuple[VllmModel, PagedAttention] | None = None
             self._pages: list[torch.Tensor] = []
             self._unloaded: set[int] = set()
@@ -234,6 +238,10 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         unloaded, self._unloaded = self._unloaded, set()
         return unloaded
+
+    def shutdown(self) -> None:
+        if self.role == KVConnectorRole.WORKER and self.store.below is not None:
+            self.store.below.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything is loaded before the first layer."""

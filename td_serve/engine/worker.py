@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import time
+import uuid
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -21,10 +22,12 @@ from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.engine.parts import Limits, Part, batches, group_of, private, row_ids
 from td_serve.engine.restoring import RoundConnector
+from td_serve.engine.spaces import space_of
 from td_serve.errors import ModelError
 from td_serve.pic.base import Shared
 from td_serve.rows import Extent, Share, check, layout
 from td_serve.rows import Rows as Layout
+from td_serve.store.below import Below
 from td_serve.store.families import NOTHING, Mirror, Rows, Run, continued
 from td_serve.store.kv import KV, joined, spread
 from td_serve.store.rounds import AHEAD, CANONICAL, HISTORY, WRITTEN, RoundStore
@@ -118,6 +121,7 @@ class PassWorker:
             attention = PagedAttention(model.attention, builder, runner.kv_caches[0])
             connector = _round_connector(get_kv_transfer_group())
             connector.parts = (model, attention)
+            connector.store.below = _below(*connector.below, config, model)
             self.td_passes = Passes(
                 model,
                 attention,
@@ -126,6 +130,16 @@ class PassWorker:
                 most_rows=config.scheduler_config.max_num_batched_tokens,
             )
         return self.td_passes
+
+
+def _below(urls: list[str], folder_bytes: int, config: Any, model: VllmModel) -> Below | None:
+    """What a store keeps once more, where tiers below it are wanted and there."""
+    if not urls:
+        return None
+    from td_serve.store.tiers import open_tiers  # LMCache takes seconds to import
+
+    tier = open_tiers(urls, folder_bytes)
+    return None if tier is None else Below(tier, space_of(config), model.kv_shape)
 
 
 def _round_connector(connector: Any) -> RoundConnector:
@@ -293,7 +307,7 @@ class Passes:
             end = min(done + self._most_rows, total)
             token_ids = wanted.token_ids[:end]
             kv, rows = yield from self._go_on(token_ids, run.kv.part(0, done), written)
-            run = Run(token_ids, kv)
+            run = Run(token_ids, kv, run.origin if done else uuid.uuid4().hex)
             self.store.keep(kind, wanted.key, run)
             computed += rows
             done = end

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from td_serve.store.kv import KV
+from td_serve.errors import StoreError
+from td_serve.store.kv import KV, Shape
 
 _TURNED = 64
 _GROUP = 32
@@ -32,6 +33,11 @@ class Codec(enum.Enum):
     LOSSLESS = "lossless"
     INT8 = "int8"
     INT4 = "int4"
+
+    @property
+    def bits(self) -> int:
+        """Of a number, where numbers are coded."""
+        return {Codec.INT8: 8, Codec.INT4: 4}[self]
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ LOSSLESS = Codecs()
 
 
 @dataclass(frozen=True)
-class _Plane:
+class Plane:
     """Rows of one layer's keys or values: numbers, [tokens, groups, 32] or half as many bytes, and
     their groups' scales, [tokens, groups]."""
 
@@ -60,7 +66,7 @@ class _Plane:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, rows: torch.Tensor, bits: int) -> _Plane:
+    def of(cls, rows: torch.Tensor, bits: int) -> Plane:
         """Of rows [tokens, width]; a width that is no multiple of 64 is filled up."""
         tokens, width = rows.shape
         runs = -(-width // _TURNED)
@@ -77,6 +83,20 @@ class _Plane:
             numbers = low | high << 4
         return cls(numbers, scales, width, rows.dtype)
 
+    @classmethod
+    def checked(
+        cls, numbers: torch.Tensor, scales: torch.Tensor, width: int, dtype: torch.dtype, bits: int
+    ) -> Plane:
+        """One from elsewhere. Raises StoreError if these do not make one."""
+        groups = -(-width // _TURNED) * _TURNED // _GROUP
+        wanted = (*scales.shape[:1], groups, _GROUP * bits // 8)
+        kind = torch.uint8 if bits == 4 else torch.int8
+        if tuple(numbers.shape) != wanted or numbers.dtype is not kind:
+            raise StoreError(f"numbers {list(numbers.shape)} {numbers.dtype}, expected {wanted}")
+        if tuple(scales.shape) != wanted[:2] or scales.dtype is not torch.half:
+            raise StoreError(f"scales {list(scales.shape)} {scales.dtype}, expected {wanted[:2]}")
+        return cls(numbers, scales, width, dtype)
+
     def rows(self, some: slice) -> torch.Tensor:
         """Rows, [tokens, width]."""
         numbers = self.numbers[some]
@@ -88,13 +108,13 @@ class _Plane:
         turned = grouped.reshape(len(numbers), runs, _TURNED) @ _hadamard()
         return turned.flatten(1)[:, : self.width].to(self.dtype)
 
-    def part(self, first: int, last: int) -> _Plane:
+    def part(self, first: int, last: int) -> Plane:
         numbers, scales = self.numbers[first:last].clone(), self.scales[first:last].clone()
-        return _Plane(numbers, scales, self.width, self.dtype)
+        return Plane(numbers, scales, self.width, self.dtype)
 
-    def followed_by(self, other: _Plane) -> _Plane:
+    def followed_by(self, other: Plane) -> Plane:
         numbers = torch.cat([self.numbers, other.numbers])
-        return _Plane(numbers, torch.cat([self.scales, other.scales]), self.width, self.dtype)
+        return Plane(numbers, torch.cat([self.scales, other.scales]), self.width, self.dtype)
 
     @property
     def bytes(self) -> int:
@@ -116,16 +136,16 @@ class Coded:
     of `beginning` come first, as they are."""
 
     codec: Codec
-    keys: Sequence[_Plane]
-    values: Sequence[_Plane]
+    keys: Sequence[Plane]
+    values: Sequence[Plane]
     beginning: KV = field(default_factory=KV)
 
     @classmethod
     def of(cls, kv: KV, codec: Codec, beginning: int = 0) -> Coded:
         """All but the `beginning` coded."""
-        bits = {Codec.INT8: 8, Codec.INT4: 4}[codec]
-        keys = [_Plane.of(rows[beginning:], bits) for rows in kv.keys]
-        values = [_Plane.of(rows[beginning:], bits) for rows in kv.values]
+        bits = codec.bits
+        keys = [Plane.of(rows[beginning:], bits) for rows in kv.keys]
+        values = [Plane.of(rows[beginning:], bits) for rows in kv.values]
         return cls(codec, keys, values, kv.part(0, beginning) if beginning else KV())
 
     @property
@@ -135,6 +155,11 @@ class Coded:
     @property
     def bytes(self) -> int:
         return self.beginning.bytes + sum(plane.bytes for plane in [*self.keys, *self.values])
+
+    @property
+    def shape(self) -> Shape:
+        """Of what is coded. Raises IndexError if there is nothing."""
+        return Shape(len(self.keys), self.keys[0].width, self.keys[0].dtype)
 
     def at(self, layer: int, some: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of some tokens, [tokens, KV heads * head size]."""

@@ -61,10 +61,13 @@ K = TypeVar("K", KV, Coded)
 
 @dataclass(frozen=True)
 class _Tokens(Generic[K]):
-    """A run of tokens and their KV."""
+    """A run of tokens and their KV. Of a canonical sequence `origin` says where it began: one of
+    the same origin that is longer has the same KV as far as both have the same tokens, bit for bit;
+    another one of the same tokens may not."""
 
     token_ids: list[int]
     kv: K
+    origin: str = ""
 
     def until(self, tokens: int) -> Self:
         """Its first tokens; fewer are copied, or the others would be kept, too."""

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+
+
+class Shape(NamedTuple):
+    """Of a model's KV: layers, KV heads * head size, and dtype."""
+
+    layers: int
+    width: int
+    dtype: torch.dtype
 
 
 @dataclass
@@ -23,9 +32,19 @@ class KV:
     def bytes(self) -> int:
         return sum(part.element_size() * part.numel() for part in [*self.keys, *self.values])
 
+    @property
+    def shape(self) -> Shape:
+        """Raises IndexError if there is none."""
+        return Shape(len(self.keys), self.keys[0].shape[1], self.keys[0].dtype)
+
     def at(self, layer: int, some: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of some tokens in one layer."""
         return self.keys[layer][some], self.values[layer][some]
+
+    def view(self, first: int, last: int | None = None) -> KV:
+        """Tokens [first, last), in the same memory."""
+        some = slice(first, last)
+        return KV([keys[some] for keys in self.keys], [values[some] for values in self.values])
 
     def part(self, first: int, last: int) -> KV:
         """Tokens [first, last), in memory of their own."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from td_serve.segments import alike
+from td_serve.store.below import Below
 from td_serve.store.codecs import BEGINNING, LOSSLESS, Codec, Codecs, Coded
 from td_serve.store.families import NOTHING, CodedRun, History, Mirror, Run
 from td_serve.store.kv import KV
@@ -23,6 +24,8 @@ CANONICAL, AHEAD, HISTORY, WRITTEN = "canonical", "ahead", "history", "written"
 """Kinds of runs: what all share, keys before rotation; a guess at it that goes on otherwise than
 what is kept; what a member's prompt begins with; and what a turn has put out, keys before
 rotation, until the pass that takes it over."""
+
+_KEPT_BELOW = (CANONICAL, HISTORY)
 
 
 class RoundStore:
@@ -42,6 +45,8 @@ class RoundStore:
         self._holders: Counter[int] = Counter()
         """How many of what is kept hold a KV, by its identity."""
         self._bytes = 0
+        self.below: Below | None = None
+        """Where canonical sequences and histories are kept once more, if anywhere."""
         self.mirrors: dict[str, Mirror] = {}
         """Those that are to be loaded."""
         self.spent: dict[str, float] = {}
@@ -58,7 +63,8 @@ class RoundStore:
             self.spent[phase] = self.spent.get(phase, 0.0) + took
 
     def find(self, kind: str, name: str, token_ids: Sequence[int]) -> tuple[History, int]:
-        """What is kept under a name, and how many of `token_ids` it begins with."""
+        """What is kept under a name, here or below, and how many of `token_ids` it begins with."""
+        self._fetch(kind, name)
         found = self._kept.get((kind, name), NOTHING)
         common = alike(found.token_ids, token_ids)
         if not common:
@@ -75,6 +81,13 @@ class RoundStore:
     def keep(self, kind: str, name: str, one: History) -> None:
         """Keep something in place of what was kept under its name. Where a canonical sequence has
         grown, mirrors refer to the longer one."""
+        self._keep(kind, name, one)
+        if self.below is not None and kind in _KEPT_BELOW:
+            canonical = self._canonical_of(one)
+            if canonical is not None:
+                self.below.save(kind, name, one, canonical)
+
+    def _keep(self, kind: str, name: str, one: History) -> None:
         before = self._kept.get((kind, name))
         if kind == CANONICAL and isinstance(before, Run) and isinstance(one, Run):
             self._refer(before, one)
@@ -82,7 +95,35 @@ class RoundStore:
         self._kept[kind, name] = one
         self._hold(one)
         while self._bytes > self.budget_bytes and (place := self._next_out()) is not None:
+            if self.below is not None:
+                self.below.settle(*place)  # or what waits there would be held, as well
             self.drop(*place)
+
+    def _fetch(self, kind: str, name: str) -> None:
+        """Take what is kept below alone."""
+        is_kept_there = kind in _KEPT_BELOW and bool(name)
+        if self.below is None or not is_kept_there or (kind, name) in self._kept:
+            return
+        with self.spending("fetch"):
+            found = self.below.load(kind, name, self._canonical)
+        if found is not None:
+            self._keep(kind, name, found)
+
+    def _canonical(self, name: str) -> Run | None:
+        """What is kept as a canonical sequence, here or below."""
+        self._fetch(CANONICAL, name)
+        found = self._kept.get((CANONICAL, name))
+        return found if isinstance(found, Run) else None
+
+    def _canonical_of(self, one: History) -> str | None:
+        """Under which name a mirror's canonical sequence is kept, None if it is not; "" of what is
+        no mirror."""
+        if not isinstance(one, Mirror):
+            return ""
+        for (kind, name), kept in self._kept.items():
+            if kind == CANONICAL and kept is one.canonical:
+                return name
+        return None
 
     def _next_out(self) -> tuple[str, str] | None:
         """Under which name what goes next is kept; None where there is nothing that may go."""
@@ -124,7 +165,8 @@ class RoundStore:
         return kv if codec is Codec.LOSSLESS else Coded.of(kv, codec, beginning)
 
     def _refer(self, before: Run, now: Run) -> None:
-        if alike(before.token_ids, now.token_ids) < len(before.token_ids):
+        has_all = alike(before.token_ids, now.token_ids) == len(before.token_ids)
+        if before.origin != now.origin or not has_all:
             return
         for place, one in self._kept.items():
             if isinstance(one, Mirror) and one.canonical is before:
