@@ -69,7 +69,7 @@ def read_cluster(path: Path) -> tuple[dict[str, Any], DeploymentConfig]:
     from td_serve.models.resolve import resolve
     from td_serve.serve.check import check_file
 
-    configs = check_file(path)
+    configs = check_file(path).applications
     data: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
     if len(configs) != 1 or len(data["applications"]) != 1:
         raise ConfigError(

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pydantic
 import yaml
 from ray.serve.schema import ServeDeploySchema
@@ -24,12 +25,20 @@ from td_serve.config import (
 from td_serve.errors import ConfigError
 from td_serve.serve.app import DEPLOYMENTS, USER_CONFIG
 from td_serve.strict import nearest
+from td_serve.unread import Unread, unread
 
 OUR_IMPORT_PATH = "td_serve.serve.app:build"
 
 
-def check_file(path: Path) -> list[DeploymentConfig]:
-    """The td_serve applications in a cluster file.
+class Checked(msgspec.Struct):
+    """The td_serve applications in a cluster file, and what is written there for nobody."""
+
+    applications: list[DeploymentConfig]
+    unread: list[Unread]
+
+
+def check_file(path: Path) -> Checked:
+    """What a cluster file is made of.
 
     Raises ConfigError naming the file, the key's path, what stood there and what was expected.
     """
@@ -45,7 +54,7 @@ def check_file(path: Path) -> list[DeploymentConfig]:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _check(data: object) -> list[DeploymentConfig]:
+def _check(data: object) -> Checked:
     if not isinstance(data, Mapping):
         raise ConfigError(f"expected a mapping at the top, got {type(data).__name__}")
     _check_keys(data, ServeDeploySchema, "")
@@ -55,16 +64,19 @@ def _check(data: object) -> list[DeploymentConfig]:
         fault = error.errors()[0]
         place = ".".join(str(step) for step in fault["loc"])
         raise ConfigError(f"{place}: {fault['msg']}, got {fault['input']!r}") from None
-    configs = []
+    found = Checked([], [])
     for number, app in enumerate(data.get("applications") or ()):
         if app["import_path"] == OUR_IMPORT_PATH:
-            configs.append(_check_ours(app, f"applications[{number}]"))
-    return configs
+            _check_ours(app, f"applications[{number}]", found)
+    return found
 
 
-def _check_ours(app: Mapping[str, Any], path: str) -> DeploymentConfig:
+def _check_ours(app: Mapping[str, Any], path: str, found: Checked) -> None:
+    """Check an application of ours. Mutates `found`: adds it."""
     config = decode(app.get("args") or {}, DeploymentConfig, path=f"{path}.args")
     config.check_engines(f"{path}.args")
+    found.applications.append(config)
+    found.unread.extend(unread(config, f"{path}.args"))
     seen: set[str] = set()
     for number, deployment in enumerate(app.get("deployments") or ()):
         place, name = f"{path}.deployments[{number}]", deployment["name"]
@@ -83,7 +95,7 @@ def _check_ours(app: Mapping[str, Any], path: str) -> DeploymentConfig:
             )
             if isinstance(tunables, CoordinatorSettings):
                 _check_base(tunables.reuse, config, f"{place}.user_config.reuse.base")
-    return config
+            found.unread.extend(unread(tunables, f"{place}.user_config"))
 
 
 def _check_base(reuse: ReuseSettings, config: DeploymentConfig, place: str) -> None:

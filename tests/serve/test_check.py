@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ray.serve.schema import ServeDeploySchema
 
 from td_serve import config
+from td_serve.cli import main
 from td_serve.config import CoordinatorSettings, DispatchSettings
 from td_serve.errors import ConfigError
 from td_serve.serve.check import check_file
@@ -153,7 +154,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.name)
 def test_the_files_that_we_ship_are_right(path: Path) -> None:
-    assert len(check_file(path)) == 1
+    assert len(check_file(path).applications) == 1
 
 
 def test_we_ship_files() -> None:
@@ -161,15 +162,15 @@ def test_we_ship_files() -> None:
 
 
 def test_a_file_of_every_kind_of_table_is_right(files: Files) -> None:
-    (decoded,) = check_file(files.write(FULL))
+    (decoded,) = check_file(files.write(FULL)).applications
     assert decoded.model == "smollm2-135m-instruct"
     assert decoded.engine_of(decoded.prefill, "prefill").max_num_batched_tokens == 4096
 
 
 def test_a_file_without_applications_of_ours_has_none(files: Files) -> None:
     data = {**FULL, "applications": FULL["applications"][1:]}
-    assert check_file(files.write(data)) == []
-    assert check_file(files.write({"applications": []})) == []
+    assert check_file(files.write(data)).applications == []
+    assert check_file(files.write({"applications": []})).applications == []
 
 
 def test_free_form_maps_take_any_key(files: Files) -> None:
@@ -186,7 +187,7 @@ def test_free_form_maps_take_any_key(files: Files) -> None:
         data["applications"][1]["args"],
     ):
         table["anything"] = "goes"
-    assert len(check_file(files.write(data))) == 1
+    assert len(check_file(files.write(data)).applications) == 1
 
 
 # ------------------------------------------------------------------------------------ keys
@@ -310,7 +311,7 @@ applications:
         num_replicas: 3
 """
     )
-    (decoded,) = check_file(path)
+    (decoded,) = check_file(path).applications
     assert (decoded.decode.num_replicas, decoded.decode.num_cpus) == (3, 2.0)
 
 
@@ -423,7 +424,7 @@ def test_every_tunable_can_be_set(files: Files, name: str, kind: type[msgspec.St
     data["applications"][0]["deployments"] = [
         {"name": name, "user_config": msgspec.to_builtins(kind())}
     ]
-    assert len(check_file(files.write(data))) == 1
+    assert len(check_file(files.write(data)).applications) == 1
 
 
 # ------------------------------------------------------------------------------------ no files
@@ -464,3 +465,30 @@ def test_authors_cannot_be_read_where_nothing_is_kept(files: Files, base: str) -
         check_file(files.write(data))
     else:
         assert "user_config.reuse.base: 'author' reads what" in files.refusal(data)
+
+
+def test_what_is_written_for_nobody_is_told_by_the_command_and_no_error(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = copy.deepcopy(FULL)
+    app = data["applications"][0]
+    app["args"]["prefill"]["num_replicas"] = 3
+    app["deployments"][0]["user_config"]["reuse"] = {"mode": "blend", "k": 4}
+    path = files.write(data)
+    assert main(["check", str(path)]) == 0
+    ok, *notes = capsys.readouterr().out.splitlines()
+    assert ok.startswith(f"{path}: ok: ")
+    place = f"{path}: note: applications[0]"
+    replicas, k = notes
+    assert replicas == (
+        f"{place}.args.prefill.num_replicas: 3 has no effect: autoscaling says how many there are"
+    )
+    assert k == (
+        f"{place}.deployments[0].user_config.reuse.k: 4 has no effect: rule 'hkvd' chooses no "
+        "beginnings"
+    )
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.name)
+def test_in_the_files_that_we_ship_nothing_is_written_for_nobody(path: Path) -> None:
+    assert check_file(path).unread == []
