@@ -34,7 +34,8 @@ async def play_round(
     chat: Callable[[dict[str, Any], Membership], Awaitable[Reply]],
     records: Records,
 ) -> Reply:
-    """Every agent's completion, and the round's sums; streamed as agents finish, if wanted.
+    """Every agent's completion, and the round's sums; streamed as agents finish, if wanted, and if
+    not every one of them fails.
 
     `chat` asks for one agent's. Raises RequestError where none could be asked for.
     """
@@ -56,10 +57,12 @@ async def play_round(
         return {"agent": round_.agents[position].agent, key: body}
 
     results = _as_finished([one(position) for position in range(len(round_.agents))])
-    if round_.stream:
-        return StreamReply(_round_events(sums, results))
-    async with contextlib.aclosing(results):
-        parts = [result async for result in results]
+    parts = []
+    async for result in results:
+        parts.append(result)
+        if round_.stream and _status(parts) == HTTPStatus.OK:
+            # Whatever the others come to: before that, the round may still fail as one.
+            return StreamReply(_round_events(sums, parts, results))
     return JsonReply(_status(parts), {**sums(parts), "results": parts})
 
 
@@ -88,10 +91,13 @@ async def _shared(
 
 async def _round_events(
     sums: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    parts: list[dict[str, Any]],
     results: AsyncGenerator[dict[str, Any], None],
 ) -> AsyncGenerator[str, None]:
-    parts = []
+    """What has come already, `parts`, and what is to come."""
     async with contextlib.aclosing(results):
+        for part in parts:
+            yield _event(part)
         async for result in results:
             parts.append(result)
             yield _event(result)

@@ -40,7 +40,8 @@ MESSAGES = [{"role": "user", "content": "Hello."}]
 
 
 class FakeFrontend:
-    """Answers with what it was asked; an agent in `errors` fails, `hold` keeps all waiting."""
+    """Answers with what it was asked; an agent in `errors` fails, one in `holds` is kept waiting,
+    and all are by `hold`."""
 
     chat_parameters = frozenset(["model", "messages", "max_tokens", "temperature", "stream"])
 
@@ -50,6 +51,7 @@ class FakeFrontend:
         self.tenants: list[TenantId] = []
         self.errors: dict[str, RequestError] = {}
         self.hold: asyncio.Event | None = None
+        self.holds: dict[str, asyncio.Event] = {}
         self.began = asyncio.Event()
         self.cancelled = 0
         self.events_closed = asyncio.Event()
@@ -69,13 +71,13 @@ class FakeFrontend:
         self.conversations.append(origin.conversation)
         self.tenants.append(origin.tenant)
         self.began.set()
+        agent = membership.agent if membership is not None else ""
         try:
-            if self.hold is not None:
-                await self.hold.wait()
+            if (hold := self.holds.get(agent, self.hold)) is not None:
+                await hold.wait()
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        agent = membership.agent if membership is not None else ""
         if agent in self.errors:
             return error_reply(self.errors[agent])
         if body.get("stream"):
@@ -831,15 +833,39 @@ async def test_a_round_goes_on_without_a_member_whose_request_is_refused(
     assert rig.rounds.excused == [("village", "ada")] * (3 if excused else 0)
 
 
-async def test_a_round_whose_members_all_fail_alike_fails_as_one(rig: Rig) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_round_whose_members_all_fail_alike_fails_as_one(rig: Rig, stream: bool) -> None:
     for agent in ("ada", "bo"):
         rig.frontend.errors[agent] = RoundConflict("has already been served")
-    answer = await rig.client.post("/v1/rounds", json={**ROUND, "stream": False})
+    answer = await rig.client.post("/v1/rounds", json={**ROUND, "stream": stream})
     assert answer.status_code == 409
+    assert answer.headers["x-should-retry"] == "false"
     assert [part["error"]["code"] for part in answer.json()["results"]] == [409, 409]
+    assert answer.json()["failed"] == 2
     rig.frontend.errors["bo"] = BadRequest("max_tokens: -1")
-    answer = await rig.client.post("/v1/rounds", json={**ROUND, "stream": False})
+    answer = await rig.client.post("/v1/rounds", json={**ROUND, "stream": stream})
     assert answer.status_code == 200
+
+
+async def test_a_stream_begins_with_the_first_answer_and_with_who_failed_before(rig: Rig) -> None:
+    """Not with the failure alone, and without waiting for the others."""
+    rig.frontend.errors["ada"] = RoundConflict("has already been served")
+    holds = rig.frontend.holds = {agent: asyncio.Event() for agent in ("bo", "cyd")}
+    agents = [*ROUND["agents"], {"agent": "cyd", "task": "Go on."}]
+    caller = Caller(rig.app, "/v1/rounds", {**ROUND, "agents": agents})
+    await settle()
+    assert not caller.sent
+    holds["bo"].set()
+    await caller.got_body.wait()
+    await settle()
+    assert caller.sent[0]["status"] == 200
+    events = [message["body"].decode() for message in caller.sent[1:]]
+    assert [json.loads(one.removeprefix("data: "))["agent"] for one in events] == ["ada", "bo"]
+    caller.go_away()
+    await caller.call
+    await settle()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert rig.frontend.cancelled == 1
 
 
 async def test_a_round_says_when_the_last_one_was_not_over(rig: Rig) -> None:
