@@ -38,7 +38,7 @@ from td_serve.errors import EngineFailure, ReplicaLost
 from td_serve.handles import Keeper
 from td_serve.metrics import Meter, Metrics
 from td_serve.models.resolve import resolve
-from td_serve.serve.calls import ask, stream
+from td_serve.serve.calls import ask, returning_refusals, stream
 from td_serve.serve.engines import RayEngines
 from td_serve.serve.http import make_http_app
 from td_serve.serve.remotes import RemoteDirectory, RemoteKeeper
@@ -164,6 +164,7 @@ class KVDirectory:
         return [pack(state) for state in self._directory.replicas()]
 
 
+@returning_refusals
 class _EngineDeployment(EngineReplica):
     """Starts its engine in the constructor, so that it is routed to only when it can serve."""
 
@@ -215,6 +216,7 @@ class DecodeReplica(_EngineDeployment):
         super().__init__("decode", args, directory)
 
 
+@returning_refusals
 class RoundCoordinator:
     """The coordinator; requests come here by consistent hashing on their session."""
 

@@ -5,6 +5,10 @@ request in whose context a call is made, so that two calls out of one HTTP reque
 the router then hands out a replica to one of them and leaves the other waiting for ever. In a fresh
 context each gets its own id. What Serve would then do for us, cancel calls when the request they
 came from is cancelled, is done here: whoever stops waiting for a call cancels it.
+
+Whatever a method raises Serve logs, with its traceback, as a failure of the replica. What a client
+has done wrong is none: such a method returns its error in place of raising it
+(`returning_refusals`), and here it is raised again.
 """
 
 from __future__ import annotations
@@ -12,8 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from http import HTTPStatus
+from typing import Any, TypeVar
 
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
@@ -21,6 +28,61 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from td_serve.errors import EngineFailure, ReplicaLost, RequestError, Unavailable
 from td_serve.types import M, unpack
+
+K = TypeVar("K", bound=type)
+
+
+def returning_refusals(kind: K) -> K:
+    """Have the asynchronous methods that a deployment offers return, or yield at the end, the
+    RequestErrors that are the client's fault (400 to 499). Mutates the class."""
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if name.startswith("_"):
+            continue
+        if inspect.isasyncgenfunction(method):
+            setattr(kind, name, _streaming(method))
+        elif inspect.iscoroutinefunction(method):
+            setattr(kind, name, _answering(method))
+    return kind
+
+
+def _answering(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(method)
+    async def answering(*arguments: Any) -> Any:
+        try:
+            return await method(*arguments)
+        except RequestError as error:
+            return _if_refusal(error)
+
+    return answering
+
+
+def _streaming(
+    method: Callable[..., AsyncGenerator[Any, None]],
+) -> Callable[..., AsyncGenerator[Any, None]]:
+    @functools.wraps(method)
+    async def streaming(*arguments: Any) -> AsyncGenerator[Any, None]:
+        try:
+            async with contextlib.aclosing(method(*arguments)) as parts:
+                async for part in parts:
+                    yield part
+        except RequestError as error:
+            yield _if_refusal(error)
+
+    return streaming
+
+
+def _if_refusal(error: RequestError) -> RequestError:
+    """The error, if it is the client's fault; else raises it."""
+    if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        return error
+    raise error
+
+
+def _accepted(answer: Any) -> Any:
+    """What a replica answers, unless that is a refusal, which is raised."""
+    if isinstance(answer, RequestError):
+        raise answer
+    return answer
 
 
 def start(method: DeploymentHandle, *arguments: Any) -> DeploymentResponse:
@@ -41,7 +103,7 @@ async def ask(method: DeploymentHandle, *arguments: Any) -> Any:
 async def answer(response: DeploymentResponse) -> Any:
     """The answer to a call that was started."""
     with _translated():
-        return await response
+        return _accepted(await response)
 
 
 async def stream(
@@ -53,7 +115,7 @@ async def stream(
     try:
         with _translated():
             async for packed in responses:
-                yield unpack(packed, kind)
+                yield unpack(_accepted(packed), kind)
         finished = True
     finally:
         if not finished:

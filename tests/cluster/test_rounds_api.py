@@ -96,6 +96,37 @@ async def test_a_contradiction_gets_409_and_a_reason(
     assert reason in caught.value.message
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_what_a_client_does_wrong_is_no_failure_in_the_servers_log(
+    cluster: Cluster, client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    """What the coordinator refuses, and what only a decode engine can."""
+    place = {"sim": f"wrong-{stream}", "round": 0, "n_agents": 1}
+    await speak(client, "adam", **place)
+    before = cluster.logged()
+
+    async def ask(**extra: Any) -> None:
+        await client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Again."}],
+            max_tokens=4,
+            stream=stream,
+            extra_body=extra,
+        )
+
+    with pytest.raises(openai.ConflictError):
+        await ask(td_round={"agent": "adam", **place})
+    grammar = {"structured_outputs": {"grammar": "root ::= root"}}
+    for more in ({}, {"td_round": {"agent": "adam", **place, "round": 1}}):
+        with pytest.raises(openai.BadRequestError):
+            await ask(**grammar, **more)
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"{cluster.url}/rounds/nobody/0")).status_code == 404
+    said = cluster.logged()
+    for word in ("Traceback", "Request failed"):
+        assert said.count(word) == before.count(word), said[-4000:]
+
+
 async def test_cancelled_members_leave_their_round(
     cluster: Cluster, client: openai.AsyncOpenAI
 ) -> None:
