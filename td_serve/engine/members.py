@@ -5,6 +5,8 @@ a pass, and handed over as soon as it is ready.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ from td_serve.engine.outputs import Load, Outputs
 from td_serve.engine.parts import private
 from td_serve.engine.passes import Made, RoundPasses
 from td_serve.engine.restoring import keep_parameters
+from td_serve.engine.sparing import MOST_SESSIONS
 from td_serve.errors import RequestError
 from td_serve.types import (
     GenerateRequest,
@@ -23,7 +26,10 @@ from td_serve.types import (
     PassSpec,
     RequestId,
     RoundPrefill,
+    SessionId,
 )
+
+log = logging.getLogger(__name__)
 
 Prefill = Callable[[GenerateRequest, Handle | None, Mapping[str, Any]], Awaitable[Handover]]
 """An ordinary prefill, which may read what a handle names, with these KV transfer parameters."""
@@ -39,6 +45,8 @@ class Members:
         self._passes = passes
         self._outputs = outputs
         self._tasks: dict[RequestId, asyncio.Future[Handover]] = {}
+        self._told: deque[SessionId] = deque(maxlen=MOST_SESSIONS)
+        """Sessions of which the log has said already that they share more than the window."""
 
     async def play(self, work: RoundPrefill) -> AsyncGenerator[MemberHandover, None]:
         """See `EngineHost.prefill_round`."""
@@ -49,6 +57,7 @@ class Members:
         passes = [
             (spec, asyncio.ensure_future(self._make(spec, work.turns, name)))
             for spec in work.passes
+            if self._fits(spec, work.plan.sim)
         ]
         making = {member.request_id: made for spec, made in passes for member in spec.members}
         histories = dict(work.histories)
@@ -87,6 +96,20 @@ class Members:
         """Abort a member's prefill, if it is under way here."""
         if (task := self._tasks.get(request_id)) is not None:
             task.cancel()
+
+    def _fits(self, spec: PassSpec, sim: SessionId) -> bool:
+        """Whether the model's window holds what a pass computes for all. Where it does not, the log
+        says so, once for a session."""
+        fits = self._passes.fits(spec.canonical)
+        if not fits and self._passes.known_why is None and sim not in self._told:
+            self._told.append(sim)
+            log.info(
+                "session %r: rounds whose members share more than the model's window holds are "
+                "prefilled as they are: these share %d tokens",
+                sim,
+                len(spec.canonical.token_ids),
+            )
+        return fits
 
     async def _make(
         self, spec: PassSpec, turns: Mapping[str, Handle], name: str

@@ -92,6 +92,11 @@ class RoundPasses:
             self._is_asked = True
         return self.known_why
 
+    def fits(self, canonical: Canonical) -> bool:
+        """Whether a canonical sequence is within the model's window; no pass is made of a longer
+        one."""
+        return len(canonical.token_ids) <= int(self._llm.model_config.max_model_len)
+
     async def make(self, spec: PassSpec, name: str) -> dict[RequestId, Made]:
         """Run a pass; by member what it has made. `name` says which it is, for the log.
 
@@ -176,7 +181,7 @@ class RoundPasses:
         """
         if await self.why_none() is not None or self._turn.locked():
             return
-        if self._sparing.will_spare(canonical.key):
+        if not self.fits(canonical) or self._sparing.will_spare(canonical.key):
             return
         spec = PassSpec(canonical=canonical, rule=Rule(name=RuleName.NONE), members=[])
         async with self._turn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,23 @@ async def first_slice_of(engines: LocalEngines) -> AsyncIterator[asyncio.Event]:
         return await answer
 
     llm.collective_rpc = watched
+    try:
+        yield asked
+    finally:
+        llm.collective_rpc = ask
+
+
+@contextlib.contextmanager
+def calls_to(engines: LocalEngines) -> Iterator[list[str]]:
+    """What the prefill engine's worker is asked within, by name."""
+    llm = engines.hosts[0]._llm
+    ask, asked = llm.collective_rpc, list[str]()
+
+    async def counted(method: str, *args: Any, **kwargs: Any) -> Any:
+        asked.append(method)
+        return await ask(method, *args, **kwargs)
+
+    llm.collective_rpc = counted
     try:
         yield asked
     finally:

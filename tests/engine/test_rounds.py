@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -29,6 +29,7 @@ from td_serve.types import (
     Said,
     SessionId,
     Span,
+    pack,
 )
 from tests.engine.rig import (
     CONVERSATIONS,
@@ -47,6 +48,7 @@ from tests.engine.round_rig import (
     SEGMENTS,
     Shared,
     answer,
+    calls_to,
     first_slice_of,
     is_blended,
     play,
@@ -300,16 +302,7 @@ async def test_a_round_that_wants_most_of_it_anew_is_served_exactly_and_so_is_th
     """A pass finds out, and leaves nothing; the round after it makes no pass at all."""
     rule = Rule(name=RuleName.HKVD, ratio=0.0, left=1e-6, depth=0.5)
     shared = Shared(seed=30)
-    llm = engines.hosts[0]._llm
-    asked: list[str] = []
-    ask = llm.collective_rpc
-
-    async def counted(method: str, *args: Any, **kwargs: Any) -> Any:
-        asked.append(method)
-        return await ask(method, *args, **kwargs)
-
-    llm.collective_rpc = counted
-    try:
+    with calls_to(engines) as asked:
         for begun in (1, 1, 2):
             members = [shared.member(history, 100 * history + 30) for history in (33, 64)]
             answers, handovers = await play(engines, round_of(shared, members, rule))
@@ -317,8 +310,29 @@ async def test_a_round_that_wants_most_of_it_anew_is_served_exactly_and_so_is_th
             assert not any(map(is_blended, handovers.values()))
             assert asked.count("td_begin") == begun
             assert await engines.hosts[0].mirrors() == 0
-    finally:
-        llm.collective_rpc = ask
+
+
+async def test_what_is_shared_beyond_the_window_is_never_asked_for_and_told_of_once(
+    engines: LocalEngines, oracle: Oracle, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each member hears a part of it only: the prompts fit. A later round may share less."""
+    caplog.set_level(logging.INFO, "td_serve")
+    shared, longer = Shared(seed=31), Shared(seed=31)
+    ids = [*shared.canonical.token_ids, *some_tokens(2048, 32)]
+    longer.canonical = msgspec.structs.replace(shared.canonical, token_ids=ids)
+
+    async def played(shared: Shared) -> list[bool]:
+        members = [shared.member(history, 100 * history + 31) for history in (33, 64)]
+        answers, handovers = await play(engines, round_of(shared, members, FULL))
+        assert answers == [oracle.answer(request.prompt_token_ids) for request, _ in members]
+        return [is_blended(one) for one in handovers.values()]
+
+    with calls_to(engines) as asked:
+        assert [await played(longer) for _ in range(3)] == [[False, False]] * 3
+        await engines.hosts[0]._passes.prepare(longer.canonical)
+        assert "td_begin" not in asked
+    assert caplog.text.count("share more than the model's window holds") == 1
+    assert await played(shared) == [True, True]
 
 
 async def computed_for(engines: LocalEngines, canonical: Canonical) -> int:
@@ -380,9 +394,10 @@ async def test_a_preparation_that_fails_or_is_left_changes_nothing(
     engines: LocalEngines, oracle: Oracle, caplog: pytest.LogCaptureFixture
 ) -> None:
     passes = engines.hosts[0]._passes
-    await passes.prepare(sequence_of(5000, 42))  # the window is not so long
-    assert "5000 tokens, expected at most" in caplog.text
     sequence = sequence_of(700, 43)
+    await passes._call("td_begin", pack(PassSpec(canonical=sequence, rule=NONE, members=[])))
+    await passes.prepare(sequence_of(70, 42))
+    assert "a pass is under way" in caplog.text
     async with first_slice_of(engines) as asked:
         preparing = asyncio.create_task(passes.prepare(sequence))
         await asked.wait()
