@@ -41,6 +41,7 @@ from td_serve.engine.outputs import Outputs
 from td_serve.engine.passes import RoundPasses
 from td_serve.engine.reading import Reading
 from td_serve.engine.reads import FOUND, PINNED_UNTIL, Found
+from td_serve.engine.restoring import LOADED
 from td_serve.engine.versions import check_vllm
 from td_serve.errors import EngineFailure, Unavailable
 from td_serve.handles import Keeper
@@ -226,17 +227,18 @@ class EngineHost:
         last: RequestOutput | None = None
         async for output in self._generate(request, params):
             last = output
-        if last is None or last.kv_transfer_params is None:
+        kv = dict((last and last.kv_transfer_params) or {})
+        if FOUND not in kv:
             raise EngineFailure(f"request {request.request_id}: prefill left no KV to hand over")
-        kv = dict(last.kv_transfer_params)
         found = msgspec.convert(kv.pop(FOUND), Found)
+        loaded = kv.pop(LOADED, 0)
         return Handover(
             request_id=request.request_id,
             replica=self.replica,
             kv=kv,
             lease_s=self._lease_s,
             prompt_tokens=len(request.prompt_token_ids),
-            cached_tokens=found.cached,
+            cached_tokens=max(found.cached, loaded),
             read=found.read,
         )
 

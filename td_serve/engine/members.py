@@ -147,9 +147,11 @@ class Members:
             )
         finally:
             self._passes.release(made.name)
-        spared = made.counted.local + made.counted.reused
+        # What was not there any more when it was to be loaded the engine has computed.
+        spared = min(handover.cached_tokens, made.counted.local + made.counted.reused)
+        blended = made.counted if handover.cached_tokens else None
         return msgspec.structs.replace(
-            handover, cached_tokens=spared, cache_salt=salt, blended=made.counted
+            handover, cached_tokens=spared, cache_salt=salt, blended=blended
         )
 
     def _part(self, request_id: RequestId, task: asyncio.Future[Handover]) -> MemberHandover:

@@ -5,7 +5,8 @@ What the engine itself has computed of a member's prompt is kept as its history,
 The scheduler's half knows a request's word for it only (RESTORE in its KV transfer parameters): a
 name, so many tokens, and their digest, which must be the prompt's. The worker's half has the KV
 itself. Who names a mirror keeps it until the request has ended; of one that is not there all the
-same, nothing is loaded, and the engine computes those tokens.
+same, nothing is loaded, and the engine computes those tokens. How many were loaded is said at the
+request's end (LOADED).
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from td_serve.store.rounds import WRITTEN, RoundStore
 
 RESTORE = "td_restore"
 """Key of a request's KV transfer parameters: see `Ready`."""
+
+LOADED = "td_loaded"
+"""Key of what a request finishes with whose KV was loaded: up to which token of the prompt."""
 
 STORE_BYTES = "td_store_bytes"
 """Key of the connector's extra configuration: what canonical sequences and histories may take."""
@@ -134,6 +138,7 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._promised: dict[str, _Load] = {}
         self._ready: dict[str, _Load] = {}
+        self._loaded: dict[str, _Load] = {}
         self._saves: list[_Save] = []
         setting = vllm_config.kv_transfer_config.get_from_extra_config
         if role == KVConnectorRole.WORKER:
@@ -167,19 +172,26 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
         promised = self._promised.pop(request.request_id, None)
         if promised is not None and num_external_tokens > 0:
             (block_ids,) = blocks.get_block_ids()
-            self._ready[request.request_id] = _Load(
-                promised.name, promised.first, promised.last, list(block_ids)
-            )
+            load = _Load(promised.name, promised.first, promised.last, list(block_ids))
+            self._ready[request.request_id] = self._loaded[request.request_id] = load
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         work = _Work(list(self._ready.values()), self._saves)
         self._ready, self._saves = {}, []
         return work
 
+    def update_connector_output(self, connector_output: Any) -> None:
+        """A step is over. vLLM has the requests of blocks that were not loaded compute them."""
+        failed = connector_output.invalid_block_ids
+        self._loaded = {
+            name: load for name, load in self._loaded.items() if failed.isdisjoint(load.blocks)
+        }
+
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._promised.pop(request.request_id, None)
+        loaded = self._loaded.pop(request.request_id, None)
         params = request.kv_transfer_params or {}
         if KEEP in params and request.status in COMPLETE:
             keep = msgspec.convert(params[KEEP], Keep)
@@ -191,7 +203,7 @@ class RoundConnector(KVConnectorBase_V1, SupportsHMA):
             output = msgspec.convert(params[OUTPUT], Output)
             tokens = list(request.prompt_token_ids[: output.first + output.tokens])
             self._saves.append(_Save(output.name, tokens, list(block_ids), output=output))
-        return False, None
+        return False, None if loaded is None else {LOADED: loaded.last}
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -17,6 +17,7 @@ from td_serve.metrics import silent_metrics
 from td_serve.segments import key
 from td_serve.types import (
     Canonical,
+    Delta,
     GenerateRequest,
     Handover,
     MemberPass,
@@ -150,10 +151,15 @@ def is_blended(handover: Handover) -> bool:
 async def answer(
     engines: LocalEngines, request: GenerateRequest, handover: Handover | None = None
 ) -> list[int]:
+    return tokens_of(await deltas_of(engines, request, handover))
+
+
+async def deltas_of(
+    engines: LocalEngines, request: GenerateRequest, handover: Handover | None
+) -> list[Delta]:
     dispatcher = Dispatcher(engines, DispatchSettings(), silent_metrics())
-    return [
-        token
-        async for delta in dispatcher.generate(request, handover)
-        for choice in delta.choices
-        for token in choice.token_ids
-    ]
+    return [delta async for delta in dispatcher.generate(request, handover)]
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    return [token for one in deltas for choice in one.choices for token in choice.token_ids]

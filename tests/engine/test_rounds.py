@@ -13,12 +13,14 @@ import pytest
 import pytest_asyncio
 
 from td_serve.engine.local import LocalEngines
+from td_serve.engine.passes import Made
 from td_serve.errors import Unavailable
 from td_serve.models.random_model import write_random
 from td_serve.segments import key
 from td_serve.types import (
     Canonical,
     Forecast,
+    Handover,
     PassSpec,
     Piece,
     RequestId,
@@ -49,11 +51,13 @@ from tests.engine.round_rig import (
     Shared,
     answer,
     calls_to,
+    deltas_of,
     first_slice_of,
     is_blended,
     play,
     round_of,
     start,
+    tokens_of,
     until_nothing_stays,
 )
 
@@ -90,6 +94,37 @@ async def test_what_a_pass_reused_counts_as_not_computed(engines: LocalEngines) 
     members = [shared.member(history, 100 * history + 1) for history in (1, 40)]
     _, handovers = await play(engines, round_of(shared, members, NONE))
     assert [one.cached_tokens for one in handovers.values()] == [sum(SEGMENTS)] * 2
+
+
+async def test_what_is_lost_before_it_is_loaded_counts_as_computed(
+    engines: LocalEngines, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first member's is, behind its pass: the engine computes it, as the reply's usage says."""
+    shared = Shared(seed=34)
+    members = [shared.member(history, 100 * history + 34) for history in (33, 64)]
+    lost, kept = (request for request, _ in members)
+    passes = engines.hosts[0]._passes
+    make = passes.make
+
+    async def made_and_lost(spec: PassSpec, name: str) -> dict[RequestId, Made]:
+        made = await make(spec, name)
+        await passes._call("td_release", [lost.request_id])
+        return made
+
+    monkeypatch.setattr(passes, "make", made_and_lost)
+    handovers: dict[str, Handover] = {}
+    async for part in engines.prefill_round(round_of(shared, members, NONE)):
+        assert part.handover is not None, part.error
+        handovers[part.request_id] = part.handover
+    of_lost, of_kept = handovers[lost.request_id], handovers[kept.request_id]
+    assert (of_lost.cached_tokens, of_lost.blended) == (0, None)
+    assert (of_kept.cached_tokens, of_kept.blended is None) == (sum(SEGMENTS), False)
+    deltas = await deltas_of(engines, lost, of_lost)
+    assert tokens_of(deltas) == oracle.answer(lost.prompt_token_ids)
+    assert deltas[-1].cached_tokens == 0
+    deltas = await deltas_of(engines, kept, of_kept)
+    assert tokens_of(deltas) != oracle.answer(kept.prompt_token_ids), "or nothing was loaded"
+    assert deltas[-1].cached_tokens == sum(SEGMENTS)
 
 
 async def test_what_is_computed_behind_the_shared_part_is_kept_with_it(
