@@ -217,6 +217,12 @@ class PassEngine:
         requests = [member.request_id for spec in reuse.passes for member in spec.members]
         return msgspec.json.decode(self._call("td_restore", requests, repeats), type=Restored)
 
+    def restored_below(self, reuse: Reuse, url: str, repeats: int) -> list[float]:
+        """See `restore_worker.BenchWorker.td_restore_below`."""
+        requests = [member.request_id for spec in reuse.passes for member in spec.members]
+        found: list[float] = self._call("td_restore_below", requests, url, repeats)
+        return found
+
     def sizes(self, reuse: Reuse) -> FamilySize:
         """What the histories of a round that has been played take."""
         from td_serve.store.sizes import FamilySize

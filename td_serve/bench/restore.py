@@ -16,7 +16,7 @@ import msgspec
 
 from td_serve.bench.pass_engine import PassEngine
 from td_serve.bench.presets import Preset
-from td_serve.bench.restore_worker import DENSE, FUSED, WRITTEN
+from td_serve.bench.restore_worker import BELOW, DENSE, FUSED, WRITTEN
 from td_serve.bench.trace_rounds import Prompts, Round
 from td_serve.errors import TdServeError
 from td_serve.reuse import plan_reuse
@@ -32,7 +32,7 @@ round it differently in the end."""
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Round `number` of a trace, behind the one before it, of its first agents, as many as each of
-    `agents` says."""
+    `agents` says; `below`, if given, is the URL of a tier to read them from as well."""
 
     trace: Path
     model: str
@@ -43,6 +43,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 8192
     dtype: str = "float32"
     repeats: int = 7
+    below: str | None = None
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +63,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     restore_speedup_vs_dense: float
     fused_speedup_vs_dense: float
     restore_vs_recompute: float
+    below_vs_recompute: float | None = None
+    """Of what is read from a tier below first."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +112,8 @@ def _measure(engine: PassEngine, name: str, rounds: Sequence[Round], options: Op
     if not played.counted:
         raise TdServeError(f"round {options.number}: served exactly, there is nothing to restore")
     found = engine.restored(reuse, options.repeats)
+    if options.below is not None:
+        found.seconds[BELOW] = engine.restored_below(reuse, options.below, options.repeats)
     engine.release(reuse)
     if not found.apart <= (close := CLOSE[options.dtype]):
         raise TdServeError(f"what two ways restore is {found.apart} apart, expected {close}")
@@ -134,4 +139,5 @@ def _summary(rows: Sequence[Row], most: int) -> Summary:
         restore_speedup_vs_dense=round(ms[DENSE] / ours, 3),
         fused_speedup_vs_dense=round(ms[DENSE] / ms[FUSED], 3),
         restore_vs_recompute=round(ms[RECOMPUTED] / ours, 3),
+        below_vs_recompute=round(ms[RECOMPUTED] / ms[BELOW], 3) if BELOW in ms else None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -13,11 +14,16 @@ from td_serve.bench.scoring import ScoringWorker
 from td_serve.engine.model import VllmModel
 from td_serve.engine.pages import PagedAttention
 from td_serve.engine.restoring import restore
+from td_serve.store.below import Below, Tier
 from td_serve.store.families import Mirror
+from td_serve.store.rounds import CANONICAL, HISTORY, RoundStore
 
-FUSED, WRITTEN, DENSE = "fused", "written", "dense"
-"""Straight into the pages by our kernels; part by part by the engine's own; and by way of a dense
-copy of the mirror, as a store without families would give it."""
+FUSED, WRITTEN, DENSE, BELOW = "fused", "written", "dense", "below"
+"""Straight into the pages by our kernels; part by part by the engine's own; by way of a dense copy
+of the mirror, as a store without families would give it; and as WRITTEN, after it has been read
+from a tier below the store."""
+
+_FOLDER_BYTES = 2**40
 
 _Way = Callable[
     [VllmModel, PagedAttention, Sequence[torch.Tensor], Mirror, Sequence[int], int, int], None
@@ -64,6 +70,46 @@ class BenchWorker(ScoringWorker):
                         seconds[way].append(time.perf_counter() - began)
         tokens = sum(len(one.token_ids) for one in mirrors)
         return msgspec.json.encode(Restored(seconds, tokens * model.kv_bytes, apart))
+
+    def td_restore_below(self, requests: list[str], url: str, repeats: int) -> list[float]:
+        """Seconds for each repeat to find these mirrors at `url`, where they are put first, by a
+        store that has nothing, and to bring them into pages. Raises ValueError when nothing can be
+        put there."""
+        from td_serve.store.tiers import open_tiers  # LMCache takes seconds to import
+
+        passes = self._td_ready()
+        model, attention = passes.model, passes.attention
+        if (tier := open_tiers([url], _FOLDER_BYTES)) is None:
+            raise ValueError(f"{url}: nothing can be put there")
+        space = uuid.uuid4().hex
+        mirrors = {name: passes.store.mirrors[name] for name in requests}
+        store = _store_on(tier, space, model)
+        for name, mirror in mirrors.items():
+            store.keep(CANONICAL, mirror.canonical.origin, mirror.canonical)
+            store.keep(HISTORY, name, mirror)
+        store.settle()
+        longest = max(len(one.token_ids) for one in mirrors.values())
+        blocks = list(range(-(-longest // attention.block_size)))
+        pages = [attention.memory(len(blocks)) for _ in range(model.layers)]
+        seconds = []
+        with torch.inference_mode():
+            for _ in range(repeats):
+                began = time.perf_counter()
+                store = _store_on(tier, space, model)
+                for name, mirror in mirrors.items():
+                    found, common = store.find(HISTORY, name, mirror.token_ids)
+                    if common < len(mirror.token_ids) or not isinstance(found, Mirror):
+                        raise ValueError(f"{url}: what was put there is not found")
+                    restore(model, attention, pages, found, blocks, 0, common)
+                seconds.append(time.perf_counter() - began)
+        tier.close()
+        return seconds
+
+
+def _store_on(tier: Tier, space: str, model: VllmModel) -> RoundStore:
+    store = RoundStore(2**40)
+    store.below = Below(tier, space, model.kv_shape)
+    return store
 
 
 def _apart(

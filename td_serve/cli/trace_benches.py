@@ -214,6 +214,11 @@ def _add_restore(benches: argparse._SubParsersAction[argparse.ArgumentParser]) -
     bench.add_argument(
         "--repeats", type=positive, default=7, metavar="N", help="of each way (default: 7)"
     )
+    bench.add_argument(
+        "--below",
+        metavar="URL",
+        help="read it from there, too: fs:///path or redis://host:port (needs `make lmcache`)",
+    )
     bench.set_defaults(func=run_restore, plot=None)
 
 
@@ -240,6 +245,7 @@ def run_restore(args: argparse.Namespace) -> int:
         window=args.window,
         dtype=args.dtype,
         repeats=args.repeats,
+        below=args.below,
     )
     check_outputs(args)
     result = bench_restore(options, tell)
@@ -253,6 +259,8 @@ def run_restore(args: argparse.Namespace) -> int:
     summary = result.summary
     out.print(f"against a dense copy: {summary.restore_speedup_vs_dense:.2f}")
     out.print(f"against computing it: {summary.restore_vs_recompute:.1f}")
+    if summary.below_vs_recompute is not None:
+        out.print(f"read from {args.below}, against computing it: {summary.below_vs_recompute:.1f}")
     write_report(args.json, 0, result.rows, summary)
     return 0
 

@@ -99,6 +99,12 @@ class RoundStore:
                 self.below.settle(*place)  # or what waits there would be held, as well
             self.drop(*place)
 
+    def settle(self) -> None:
+        """Come back when all that is kept is below, too, as far as that can be."""
+        if self.below is not None:
+            for place in self._kept:
+                self.below.settle(*place)
+
     def _fetch(self, kind: str, name: str) -> None:
         """Take what is kept below alone."""
         is_kept_there = kind in _KEPT_BELOW and bool(name)

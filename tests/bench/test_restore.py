@@ -29,15 +29,17 @@ def test_all_ways_bring_the_same_into_the_pages(tmp_path: Path, like: str, layou
     write_random(model, like=like, layers=2, kv_heads=2, head_dim=64)
     command = ["bench", "restore", "--model", str(model), "--trace", str(VILLAGE)]
     command += ["--agents", "2,4", "--round", "3", "--preset", "first_k", "--layout", layout]
-    command += ["--window", "4096", "--repeats", "2"]
+    command += ["--window", "4096", "--repeats", "2", "--below", f"fs://{tmp_path}/tier"]
     program = Path(sys.executable).with_name("td-serve")
     subprocess.run([program, *command, "--json", out], check=True, timeout=300)
     report = json.loads(out.read_text("utf-8"))
     found = {(row["agents"], row["way"]): row for row in report["rows"]}
-    ways = ("fused", "written", "dense", "recomputed")
+    ways = ("fused", "written", "dense", "below", "recomputed")
     assert set(found) == {(agents, way) for agents in (2, 4) for way in ways}
     most = {way: found[4, way]["ms"] for way in ways}
     summary = report["summary"]
     ours = min(most["fused"], most["written"])
     assert summary["restore_speedup_vs_dense"] == pytest.approx(most["dense"] / ours, rel=0.01)
+    below = most["recomputed"] / most["below"]
+    assert summary["below_vs_recompute"] == pytest.approx(below, rel=0.01)
     assert summary["restore_vs_recompute"] == pytest.approx(most["recomputed"] / ours, rel=0.01)

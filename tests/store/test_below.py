@@ -31,14 +31,6 @@ def store_on(tier: Tier, space: str = "model", budget_bytes: int = 2**30) -> Rou
     return store
 
 
-def written(store: RoundStore) -> None:
-    """Come back when everything that was kept is below, too."""
-    assert store.below is not None
-    for kind in (CANONICAL, HISTORY):
-        for name in store.names(kind):
-            store.below.settle(kind, name)
-
-
 def sequence(tokens: int, seed: int, origin: str = "here") -> Run:
     return Run(list(range(tokens)), kv(tokens, seed), origin)
 
@@ -89,7 +81,7 @@ def test_what_was_kept_is_found_by_the_next_engine(
     store.keep(CANONICAL, "shared", canonical)
     for name, one in kept.items():
         store.keep(HISTORY, name, one)
-    written(store)
+    store.settle()
 
     again = store_on(tier, space)
     for name, one in kept.items():
@@ -111,7 +103,7 @@ def test_nobody_else_finds_it(tier: Tier) -> None:
     """No other model, nothing under another name or of another kind, and no other tokens."""
     store = store_on(tier, "nobody")
     store.keep(HISTORY, "ada", Run([1, 2, 3], kv(3, 4)))
-    written(store)
+    store.settle()
     assert store_on(tier, "else").find(HISTORY, "ada", [1, 2, 3])[1] == 0
     again = store_on(tier, "nobody")
     assert again.find(HISTORY, "bo", [1, 2, 3])[1] == 0
@@ -161,7 +153,7 @@ def test_what_was_spoilt_is_computed_and_kept_anew(
     run = Run([1, 2, 3], kv(3, 4))
     store = store_on(folder)
     store.keep(HISTORY, "ada", run)
-    written(store)
+    store.settle()
     spoil(files(folder))
     again = store_on(folder)
     with caplog.at_level(logging.WARNING):
@@ -170,7 +162,7 @@ def test_what_was_spoilt_is_computed_and_kept_anew(
     again.check_integrity()
     for _ in range(2):  # one for the record, and one for what it refers to
         again.keep(HISTORY, "ada", Run([1, 2, 3], kv(3, 4)))
-        written(again)
+        again.settle()
         again.drop(HISTORY, "ada")
         again.find(HISTORY, "ada", run.token_ids)
     found, common = store_on(folder).find(HISTORY, "ada", run.token_ids)
@@ -183,7 +175,7 @@ def test_another_models_shape_is_refused(
 ) -> None:
     store = store_on(folder)
     store.keep(HISTORY, "ada", Run([1, 2, 3], kv(3, 4)))
-    written(store)
+    store.settle()
     again = RoundStore(2**30)
     again.below = Below(folder, "model", SHAPE._replace(width=SHAPE.width // 2))
     assert again.find(HISTORY, "ada", [1, 2, 3])[1] == 0
@@ -198,7 +190,7 @@ def test_of_a_sequence_that_grows_only_what_is_new_is_written(folder: FolderTier
         before = sum(path.stat().st_size for path in files(folder))
         store.keep(CANONICAL, "shared", whole.until(tokens))
         store.keep(HISTORY, f"{tokens}", mirror(run_of(store), ["own", "cached"] * 20, tokens))
-        written(store)
+        store.settle()
         sizes.append(sum(path.stat().st_size for path in files(folder)) - before)
     assert sizes[2] < 1.2 * sizes[0]
     again = store_on(folder)
@@ -224,10 +216,10 @@ def test_a_mirror_of_a_sequence_that_was_computed_anew_is_not_found(folder: Fold
     store.keep(CANONICAL, "shared", sequence(50, 1))
     made = mirror(run_of(store), ["own", "cached"], 2)
     store.keep(HISTORY, "ada", made)
-    written(store)
+    store.settle()
     other = store_on(folder)
     other.keep(CANONICAL, "shared", sequence(50, 3, "there"))
-    written(other)
+    other.settle()
     for again in (other, store_on(folder)):
         assert again.find(HISTORY, "ada", made.token_ids)[1] == 0
         assert again.find(CANONICAL, "shared", made.canonical.token_ids)[1] == 50
@@ -304,7 +296,7 @@ def test_two_engines_share_a_folder(tmp_path: Path) -> None:
     for number in range(20):
         stores[number % 2].keep(HISTORY, f"{number}", Run([number, 2, 3], kv(3, number % 5)))
     for store in stores:
-        written(store)
+        store.settle()
     for number in range(20):
         for store in stores:
             assert store.find(HISTORY, f"{number}", [number, 2, 3])[1] == 3
@@ -316,12 +308,12 @@ def test_two_engines_share_a_folder(tmp_path: Path) -> None:
 def test_a_folder_that_vanishes_costs_what_it_had(folder: FolderTier) -> None:
     store = store_on(folder)
     store.keep(HISTORY, "ada", Run([1, 2, 3], kv(3, 4)))
-    written(store)
+    store.settle()
     shutil.rmtree(folder._folder)
     store.drop(HISTORY, "ada")
     assert store.find(HISTORY, "ada", [1, 2, 3])[1] == 0
     store.keep(HISTORY, "ada", Run([1, 2, 3], kv(3, 4)))
-    written(store)
+    store.settle()
     assert store.find(HISTORY, "ada", [1, 2, 3])[1] == 3
 
 
