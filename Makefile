@@ -7,6 +7,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do $$p -c "" 2>/dev/null && echo 
 EXTRA ?= cpu
 MODEL := smollm2-135m-instruct
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test check bench gpu-check lmcache clean help
 
@@ -20,7 +21,12 @@ demo: setup ## serve, play three rounds of a small village, show them, stop
 
 test: setup lmcache ## run the tests; choose some with: make test TESTS="tests/models -k fetch"
 	@$(BIN)/td-serve model fetch $(MODEL)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(or $(TESTS),tests)
+ifdef TESTS
+	@$(PYTEST) $(TESTS)
+else
+	@$(PYTEST) tests --ignore tests/below
+	@$(BIN)/python -m pytest tests/below # with LMCache in its process vLLM starts no engine
+endif
 
 check: setup ## lint, format, import layers, types
 	@$(BIN)/ruff check .

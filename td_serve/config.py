@@ -87,8 +87,8 @@ class EngineConfig(_Config, frozen=True, kw_only=True):
         if self.pass_store_below and self.tensor_parallel_size > 1:
             raise Fault(
                 ".pass_store_below",
-                f"{self.pass_store_below!r}, expected none with a tensor_parallel_size of "
-                f"{self.tensor_parallel_size}: ranks would not find the same",
+                f"{len(self.pass_store_below)} places, expected none with a tensor_parallel_size "
+                f"of {self.tensor_parallel_size}: ranks would not find the same",
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +41,15 @@ class Redis:
                 assert self._process.poll() is None, "Redis has ended"
                 time.sleep(0.05)
         raise TimeoutError("Redis does not answer")
+
+    def stop(self) -> None:
+        """Let it stand still: it is there, and does not answer."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         assert self._process is not None

@@ -75,7 +75,8 @@ class BenchWorker(ScoringWorker):
         """Seconds for each repeat to find these mirrors at `url`, where they are put first, by a
         store that has nothing, and to bring them into pages. Raises ValueError when nothing can be
         put there."""
-        from td_serve.store.tiers import open_tiers  # LMCache takes seconds to import
+        # LMCache brings numba, with which loaded vLLM starts no engine: it comes after that.
+        from td_serve.store.tiers import open_tiers
 
         passes = self._td_ready()
         model, attention = passes.model, passes.attention

@@ -85,8 +85,8 @@ def transfer_arguments(
     """
     if engine.pass_store_below and any(find_spec(name) is None for name in _FOR_TIERS):
         raise ConfigError(
-            f"engine.pass_store_below: {engine.pass_store_below!r}, expected none unless LMCache "
-            "is installed: `make lmcache`"
+            f"engine.pass_store_below: {len(engine.pass_store_below)} places, expected none unless "
+            "LMCache is installed: `make lmcache`"
         )
     extra: dict[str, Any] = {
         "backends": [nixl.backend],

@@ -136,7 +136,8 @@ def _below(urls: list[str], folder_bytes: int, config: Any, model: VllmModel) ->
     """What a store keeps once more, where tiers below it are wanted and there."""
     if not urls:
         return None
-    from td_serve.store.tiers import open_tiers  # LMCache takes seconds to import
+    # LMCache brings numba, with which loaded vLLM starts no engine: it comes after that.
+    from td_serve.store.tiers import open_tiers
 
     tier = open_tiers(urls, folder_bytes)
     return None if tier is None else Below(tier, space_of(config), model.kv_shape)

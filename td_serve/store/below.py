@@ -43,6 +43,10 @@ _PIECE_BYTES = 64 * 2**20
 """A run is stored in pieces, so that no object is larger than other stores take."""
 
 
+_SESSIONS = 1000
+"""Of so many it is known what is stored; of others it is written once more."""
+
+
 class Tier(Protocol):
     """Bytes by name, in a place that outlives the process."""
 
@@ -77,8 +81,8 @@ class Below:
         self._shape = shape
         self._parts: dict[int, tuple[weakref.ref[KV | Coded], list[Part]]] = {}
         """As what a KV is stored, by its identity."""
-        self._canonicals: dict[str, RunRecord] = {}
-        """How far canonical sequences are stored."""
+        self._canonicals: OrderedDict[str, RunRecord] = OrderedDict()
+        """How far canonical sequences are stored, those of the last sessions."""
         self._spoilt: set[bytes] = set()
         """Objects that are there, and are not what they should be."""
         self._changed = threading.Condition()
@@ -133,7 +137,14 @@ class Below:
         record = Record(self._space, job.kind, job.name, what)
         self._tier.put(self._named(job.kind, job.name), encode(record, tensors))
         if isinstance(what, RunRecord) and what.origin:
-            self._canonicals[job.name] = what
+            self._note(job.name, what)
+
+    def _note(self, name: str, canonical: RunRecord) -> None:
+        with self._changed:
+            self._canonicals[name] = canonical
+            self._canonicals.move_to_end(name)
+            if len(self._canonicals) > _SESSIONS:
+                self._canonicals.popitem(last=False)
 
     def _record(self, job: _Job) -> tuple[RunRecord | MirrorRecord, list[torch.Tensor]]:
         what = job.what
@@ -201,8 +212,8 @@ class Below:
         kept as a canonical sequence, by name."""
         try:
             return self._load(kind, name, canonical)
-        except StoreError as error:
-            log.warning("%s %s was not read: %s", kind, name, error)
+        except Exception as error:  # noqa: BLE001 - whatever stands there, it is only not taken over
+            log.warning("%s %s was not read: %r", kind, name, error)
             return None
 
     def _load(
@@ -220,7 +231,7 @@ class Below:
             run = run_of(what, parts)
             self._know(run.kv, what.parts)
             if what.origin:
-                self._canonicals[name] = what
+                self._note(name, what)
             return run
         base = canonical(what.canonical)
         if base is None or base.origin != what.origin:

@@ -112,7 +112,7 @@ class RoundStore:
             return
         with self.spending("fetch"):
             found = self.below.load(kind, name, self._canonical)
-        if found is not None:
+        if found is not None and (kind == HISTORY or isinstance(found, Run)):
             self._keep(kind, name, found)
 
     def _canonical(self, name: str) -> Run | None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -41,18 +42,21 @@ _WRITING = "writing-"
 _LEFT_S = 600.0
 """A folder of objects being written in which nothing has changed for so long is nobody's."""
 
+_PASSWORD = re.compile(r"//[^/]*@")
+
 T = TypeVar("T")
 
 
 class LmcacheTier:
     """Bytes by name at a URL that LMCache has a connector for.
 
-    An answer must come in `patience_s`; `settings` are LMCache's own. Raises TierDown from every
-    call, and when it is not there at all. What LMCache cannot read is not there.
+    An answer must come in `patience_s`; one to a question (`get`, `has`), for which a round waits,
+    in a third of it. `settings` are LMCache's own. Raises TierDown from every call, and when it is
+    not there at all. What LMCache cannot read is not there.
     """
 
     def __init__(self, url: str, patience_s: float = 10.0, **settings: str) -> None:
-        self._url = url
+        self._place = _PASSWORD.sub("//…@", url)
         self._patience_s = patience_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="td-tier", daemon=True)
@@ -88,7 +92,7 @@ class LmcacheTier:
         self._run(self._connector.put(_key(name), one))
 
     def get(self, name: str) -> bytes | None:
-        one = self._run(self._connector.get(_key(name)))
+        one = self._run(self._connector.get(_key(name)), self._patience_s / 3)
         if one is None:
             return None
         data = bytes(one.byte_array)
@@ -96,7 +100,7 @@ class LmcacheTier:
         return data
 
     def has(self, name: str) -> bool:
-        return bool(self._run(self._connector.exists(_key(name))))
+        return bool(self._run(self._connector.exists(_key(name)), self._patience_s / 3))
 
     def close(self) -> None:
         # LMCache's own `close` of its Redis connector waits in the loop for the loop.
@@ -112,15 +116,16 @@ class LmcacheTier:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run(self, work: Coroutine[Any, Any, T], patience_s: float | None = None) -> T:
+        patience_s = patience_s or self._patience_s
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result(self._patience_s)
+            return future.result(patience_s)
         except TimeoutError as error:
             future.cancel()
-            raise TierDown(f"{self._url}: no answer in {self._patience_s:.0f} s") from error
+            raise TierDown(f"{self._place}: no answer in {patience_s:.1f} s") from error
         except Exception as error:
-            raise TierDown(f"{self._url}: {error!r}") from error
+            raise TierDown(f"{self._place}: {error!r}") from error
 
 
 class FolderTier(LmcacheTier):

@@ -82,6 +82,23 @@ def test_a_place_that_is_none_is_named(tmp_path: Path) -> None:
     assert open_tiers(["redis://127.0.0.1:9", f"fs://{tmp_path}/file"], 2**20) is None
 
 
+def test_a_server_that_stands_still_is_not_waited_for_long_and_no_password_is_told(
+    redis: Redis,
+) -> None:
+    with pytest.raises(TierDown, match=r"//…@127\.0\.0\.1:9") as refused:
+        LmcacheTier("redis://somebody:secret@127.0.0.1:9")
+    assert "secret" not in str(refused.value)
+    still = LmcacheTier(redis.url, patience_s=0.3)
+    redis.stop()
+    try:
+        for ask in (lambda: still.get(name("a")), lambda: still.put(name("a"), b"some")):
+            with pytest.raises(TierDown, match="no answer in"):
+                ask()
+    finally:
+        redis.go_on()
+    still.close()
+
+
 def test_what_one_tier_lacks_another_has(tmp_path: Path, redis: Redis) -> None:
     folder, server = FolderTier(tmp_path / "tier", 2**20), LmcacheTier(redis.url)
     both = Tiers([folder, server])
