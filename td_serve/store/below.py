@@ -97,8 +97,9 @@ class Below:
     def save(self, kind: str, name: str, what: History, canonical: str = "") -> None:
         """Write this some time soon, unless something else follows under the same name."""
         with self._changed:
-            self._waiting[kind, name] = _Job(kind, name, what, canonical)
-            self._changed.notify_all()
+            if not self._is_closed:
+                self._waiting[kind, name] = _Job(kind, name, what, canonical)
+                self._changed.notify_all()
 
     def settle(self, kind: str, name: str) -> None:
         """Come back when nothing is waiting any more to be written under this name."""

@@ -323,5 +323,7 @@ def test_what_is_waiting_is_written_before_the_end(folder: FolderTier) -> None:
         store.keep(HISTORY, f"{number}", Run([number, 2, 3], kv(3, number)))
     assert store.below is not None
     store.below.close()
+    store.keep(HISTORY, "late", Run([1, 2, 3], kv(3, 4)))
+    store.settle()  # nobody writes it any more, and nobody waits for it
     again = store_on(FolderTier(folder._folder, 2**30))
     assert all(again.find(HISTORY, f"{number}", [number, 2, 3])[1] == 3 for number in range(30))
